@@ -1,0 +1,157 @@
+"""What a composed configuration must satisfy; each rule names the knob, the value and the way out."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from conf.schema import ConfigError, RunConfig, Stage
+
+FILLED_BY_ENGINE = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "bf16",
+    "fp16",
+}
+
+
+def validate(cfg: RunConfig) -> RunConfig:
+    """Return ``cfg`` if every rule holds, else raise ConfigError with the first broken one."""
+    for rules in (positive_numbers, shares, choices, combinations, places):
+        for message in rules(cfg):
+            raise ConfigError(message)
+    return cfg
+
+
+def positive_numbers(cfg: RunConfig) -> Iterator[str]:
+    at_least_one = {
+        "ttt.depth": (cfg.ttt.depth, 7),
+        "draft.vocab_size": (cfg.draft.vocab_size, 32000),
+        "draft.intermediate_size": (cfg.draft.intermediate_size, "null"),
+        "draft.max_positions": (cfg.draft.max_positions, "null"),
+        "data.max_samples": (cfg.data.max_samples, "null"),
+        "regenerate.max_new_tokens": (cfg.regenerate.max_new_tokens, 128),
+        "regenerate.batch_size": (cfg.regenerate.batch_size, 64),
+        "capture.batch_tokens": (cfg.capture.batch_tokens, 4096),
+        "capture.shard_mib": (cfg.capture.shard_mib, 1024),
+        "optim.batch_size": (cfg.optim.batch_size, 16),
+        "optim.micro_batch_size": (cfg.optim.micro_batch_size, 2),
+        "optim.max_steps": (cfg.optim.max_steps, "null"),
+        "engine.threads": (cfg.engine.threads, "null"),
+        "log.every": (cfg.log.every, 10),
+        "log.valid_every": (cfg.log.valid_every, 100),
+        "log.save_every": (cfg.log.save_every, 200),
+        "log.keep": (cfg.log.keep, 2),
+        "eval.max_prompts": (cfg.eval.max_prompts, "null"),
+        "eval.speed_prompts": (cfg.eval.speed_prompts, 12),
+        "eval.max_new_tokens": (cfg.eval.max_new_tokens, 64),
+        "eval.n_draft": (cfg.eval.n_draft, 4),
+        "eval.valid_depth": (cfg.eval.valid_depth, 5),
+        "eval.bootstrap": (cfg.eval.bootstrap, 2000),
+    }
+    for knob, (value, remedy) in at_least_one.items():
+        if value is not None and value < 1:
+            yield f"{knob}={value}: must be at least 1; try {knob}={remedy}"
+    if cfg.data.max_length < 4:
+        yield f"data.max_length={cfg.data.max_length}: must be at least 4; try data.max_length=2048"
+    above_zero = {
+        "optim.lr": (cfg.optim.lr, 1e-4),
+        "optim.eps": (cfg.optim.eps, 1e-8),
+        "optim.clip": (cfg.optim.clip, 0.5),
+        "optim.epochs": (cfg.optim.epochs, 2),
+        "capture.tolerance": (cfg.capture.tolerance, 0.02),
+    }
+    for knob, (value, remedy) in above_zero.items():
+        if not 0 < value < float("inf"):
+            yield f"{knob}={value}: must be a finite number above 0; try {knob}={remedy}"
+
+
+def shares(cfg: RunConfig) -> Iterator[str]:
+    bounds = {
+        "ttt.decay": (cfg.ttt.decay, 1.0, 0.8),
+        "data.valid_share": (cfg.data.valid_share, 0.5, 0.05),
+        "regenerate.top_p": (cfg.regenerate.top_p, 1.0, 0.95),
+    }
+    for knob, (value, top, remedy) in bounds.items():
+        if not 0 < value <= top:
+            yield f"{knob}={value}: must be above 0 and at most {top}; try {knob}={remedy}"
+    from_zero = {
+        "optim.warmup_share": (cfg.optim.warmup_share, 0.04),
+        "optim.min_lr_share": (cfg.optim.min_lr_share, 0.1),
+    }
+    for knob, (value, remedy) in from_zero.items():
+        if not 0 <= value < 1:
+            yield f"{knob}={value}: must be at least 0 and below 1; try {knob}={remedy}"
+    for knob, value in (
+        ("eval.temperature", cfg.eval.temperature),
+        ("regenerate.temperature", cfg.regenerate.temperature),
+        ("optim.weight_decay", cfg.optim.weight_decay),
+    ):
+        if value < 0:
+            yield f"{knob}={value}: must not be negative; try {knob}=0"
+
+
+def choices(cfg: RunConfig) -> Iterator[str]:
+    if not cfg.stages or cfg.stages != sorted(set(cfg.stages), key=list(Stage).index):
+        names = ",".join(stage.value for stage in Stage)
+        got = ",".join(stage.value for stage in cfg.stages)
+        yield f"stages=[{got}]: each stage at most once and in order; try stages=[{names}]"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", cfg.run.name) or ".." in cfg.run.name:
+        yield f"run.name={cfg.run.name}: letters, digits and ._-/ only; try run.name=demo"
+    if cfg.engine.zero_stage not in range(4):
+        yield f"engine.zero_stage={cfg.engine.zero_stage}: must be 0, 1, 2 or 3; try 1"
+    taken = FILLED_BY_ENGINE & set(cfg.engine.deepspeed)
+    if taken:
+        yield (
+            f"engine.deepspeed.{min(taken)}: Eyrie fills it from optim and engine; "
+            "remove it and set those knobs"
+        )
+    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
+        yield f"optim.betas={list(cfg.optim.betas)}: two numbers in [0, 1); try [0.9,0.95]"
+    if not cfg.eval.n_sweep or min(cfg.eval.n_sweep) < 1:
+        yield f"eval.n_sweep={list(cfg.eval.n_sweep)}: chain lengths from 1; try [1,2,3,4,5]"
+
+
+def combinations(cfg: RunConfig) -> Iterator[str]:
+    if cfg.draft.fc_norm and cfg.draft.norm_before_fc:
+        yield (
+            "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "
+            "set one of them to false"
+        )
+    if not cfg.regenerate.greedy and cfg.regenerate.samples < 1:
+        yield (
+            f"regenerate.samples={cfg.regenerate.samples}: with regenerate.greedy=false no answer "
+            "is left to make; try regenerate.samples=1"
+        )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if Stage.train in cfg.stages and cfg.optim.batch_size < world:
+        yield (
+            f"optim.batch_size={cfg.optim.batch_size}: smaller than the {world} ranks, some would "
+            f"idle; try optim.batch_size={world}"
+        )
+
+
+def places(cfg: RunConfig) -> Iterator[str]:
+    if not str(cfg.verifier.path):
+        yield "verifier.path=: is empty; give a folder or a hub name, as in verifier=qwen3_8b"
+    local = cfg.verifier.path.startswith(("/", "./", "../", "~"))
+    if local and not (Path(cfg.verifier.path) / "config.json").is_file():
+        yield (
+            f"verifier.path={cfg.verifier.path}: no folder with a config.json; "
+            "give one, or a hub name"
+        )
+    needed = []
+    if Stage.prepare in cfg.stages:
+        needed.append(("data.path", cfg.data.path, "make it with python -m data.regenerate"))
+    if Stage.eval in cfg.stages:
+        needed.append(("eval.prompts", cfg.eval.prompts, "give a .jsonl file of prompts"))
+    for knob, paths, remedy in needed:
+        if not paths:
+            yield f"{knob}=[]: is empty; {remedy}, then {knob}=FILE"
+        for path in paths:
+            if not Path(path).exists():
+                yield f"{knob}={path}: no such file or folder; {remedy}"

@@ -1,0 +1,205 @@
+"""Every knob of Eyrie, once: its type, its default, and what it means."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class ConfigError(ValueError):
+    """A setting a person can mend. The message names the knob, the value, the rule and the way out."""
+
+
+class Stage(Enum):
+    prepare = "prepare"
+    capture = "capture"
+    train = "train"
+    eval = "eval"
+    export = "export"
+
+
+class Precision(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Attention(Enum):
+    sdpa = "sdpa"
+    eager = "eager"
+
+
+class HeadInit(Enum):
+    verifier = "verifier"  # start from the verifier's rows, then train
+    frozen = "frozen"  # the verifier's rows, never trained
+    random = "random"
+
+
+class Supervise(Enum):
+    span = "span"  # a chain lives inside one answer
+    any = "any"  # every row whose label is supervised (the official rule)
+
+
+class LossKind(Enum):
+    kl = "kl"
+    ce = "ce"
+    tv = "tv"
+    lk = "lk"
+
+
+class Normalise(Enum):
+    token = "token"  # every supervised token weighs the same
+    sequence = "sequence"  # every sample weighs the same
+
+
+class ExportFormat(Enum):
+    vllm = "vllm"
+
+
+@dataclass
+class RunSection:
+    name: str = "demo"  # runs/<name>/ holds everything this run writes
+    root: str = "runs"  # folder of all runs
+    cache: str = "cache"  # prepared data and hidden states, shared by runs
+    seed: int = 0  # data order and initialisation
+    device: Device = Device.auto  # auto takes CUDA where it is there
+
+
+@dataclass
+class VerifierSection:
+    path: str = MISSING  # local directory, hub name, or wheel:<distribution>==<version>
+    dtype: Precision = Precision.bfloat16  # precision of regenerate and capture
+    attention: Attention = Attention.sdpa  # the library's attention implementation
+    aux_layers: list[int] | None = None  # streams after n decoder layers; null: [2, L//2, L-3]
+    trust_remote_code: bool = False  # run Python code that ships with the weights
+
+
+@dataclass
+class DraftSection:
+    vocab_size: int | None = 32000  # most frequent supervised tokens; null: the verifier's whole vocabulary
+    head_init: HeadInit = HeadInit.verifier
+    intermediate_size: int | None = None  # MLP width; null: the verifier's
+    max_positions: int | None = None  # position limit; null: the verifier's
+    norm_before_residual: bool = False  # layer-0 residual is the normed state
+    norm_before_fc: bool = False  # one RMSNorm over the concatenated aux states
+    fc_norm: bool = False  # one RMSNorm an aux state
+    norm_output: bool = False  # feed back the state after the final norm (EAGLE-3.1)
+
+
+@dataclass
+class DataSection:
+    path: list[str] = field(default_factory=list)  # conversation files or folders (json, jsonl, parquet)
+    max_length: int = 2048  # tokens a sample; longer ones are cut after the last whole token
+    valid_share: float = 0.05  # share of conversation ids held out for acceptance
+    max_samples: int | None = None  # read at most so many conversations
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
+    last_turn_only: bool = False  # supervise the last answer of a conversation alone
+
+
+@dataclass
+class RegenerateSection:
+    prompts: list[str] = field(default_factory=list)  # files whose user turns are answered
+    output: str = "answers.jsonl"  # written in prompt order; a rerun continues it
+    max_new_tokens: int = 128  # limit of one answer; a cut answer is marked
+    batch_size: int = 64  # answers generated side by side
+    greedy: bool = True  # one greedy answer a prompt
+    samples: int = 0  # sampled answers a prompt, besides
+    temperature: float = 0.7  # of the sampled answers
+    top_p: float = 0.95  # of the sampled answers
+
+
+@dataclass
+class CaptureSection:
+    dtype: Precision = Precision.bfloat16  # precision of the stored states
+    batch_tokens: int = 4096  # tokens of one verifier forward, padding included
+    shard_mib: int = 1024  # size of one shard
+    tolerance: float = 0.02  # relative error allowed between head(stored last) and the verifier's logits
+
+
+@dataclass
+class TTTSection:
+    depth: int = 7  # unroll steps K; train at least as deep as you will draft
+    decay: float = 0.8  # weight of step k is decay**k
+    supervise: Supervise = Supervise.span
+
+
+@dataclass
+class LossSection:
+    kind: LossKind = LossKind.kl
+    normalise: Normalise = Normalise.token
+
+
+@dataclass
+class OptimSection:
+    lr: float = 1e-4  # peak learning rate
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 0.5  # largest global gradient norm
+    warmup_share: float = 0.04  # share of all steps with rising learning rate
+    min_lr_share: float = 0.1  # end of the cosine, as a share of lr
+    batch_size: int = 16  # samples an optimizer step, over all ranks
+    micro_batch_size: int = 2  # samples a rank and forward; accumulation follows
+    epochs: float = 2.0  # passes over the training samples
+    max_steps: int | None = None  # stop here, whatever epochs says
+
+
+@dataclass
+class EngineSection:
+    precision: Precision = Precision.bfloat16  # bfloat16 keeps float32 masters
+    zero_stage: int = 1  # DeepSpeed ZeRO stage 0..3
+    threads: int | None = None  # CPU threads a rank; null: cores divided by local ranks
+    deepspeed: dict[str, Any] = field(default_factory=dict)  # passed through to DeepSpeed as it is
+
+
+@dataclass
+class LogSection:
+    every: int = 10  # steps between two metric lines
+    valid_every: int = 100  # steps between two held-out acceptance runs
+    save_every: int = 200  # steps between two checkpoints
+    keep: int = 2  # checkpoints kept, the best head apart
+    wandb: bool = False  # also log to Weights & Biases (offline unless logged in)
+    project: str = "eyrie"  # its project
+
+
+@dataclass
+class EvalSection:
+    prompts: list[str] = field(default_factory=list)  # prompt files; a task name a line is reported on its own
+    max_prompts: int | None = None  # for counters and losslessness; null: all
+    speed_prompts: int = 12  # for the speed measurement
+    max_new_tokens: int = 64
+    n_draft: int = 4  # draft tokens a round, for counters and losslessness
+    n_sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])  # chain lengths timed
+    valid_depth: int = 5  # draft tokens a round of the held-out acceptance during training
+    speed_dtype: Precision = Precision.bfloat16
+    temperature: float = 0.0  # 0: greedy
+    bootstrap: int = 2000  # resamples behind an interval
+
+
+@dataclass
+class ExportSection:
+    formats: list[ExportFormat] = field(default_factory=lambda: [ExportFormat.vllm])
+
+
+@dataclass
+class RunConfig:
+    stages: list[Stage] = field(default_factory=lambda: list(Stage))
+    run: RunSection = field(default_factory=RunSection)
+    verifier: VerifierSection = field(default_factory=VerifierSection)
+    draft: DraftSection = field(default_factory=DraftSection)
+    data: DataSection = field(default_factory=DataSection)
+    regenerate: RegenerateSection = field(default_factory=RegenerateSection)
+    capture: CaptureSection = field(default_factory=CaptureSection)
+    ttt: TTTSection = field(default_factory=TTTSection)
+    loss: LossSection = field(default_factory=LossSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    engine: EngineSection = field(default_factory=EngineSection)
+    log: LogSection = field(default_factory=LogSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    export: ExportSection = field(default_factory=ExportSection)

@@ -1,0 +1,79 @@
+"""The dataclasses that travel between the folders, and the shape legend.
+
+B batch, T tokens, D verifier width, A aux layers, V verifier vocabulary, Vd draft vocabulary,
+K unroll depth, N draft tokens a round. ``last`` is the state after the verifier's final norm.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Turn:
+    role: str  # "system", "user" or "assistant"
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    id: str
+    turns: tuple[Turn, ...]
+    task: str = ""  # a label of the prompt, reported on its own
+    greedy: bool = False  # the last answer is the verifier's own greedy text
+    cut: bool = False  # the last answer was cut by a length limit: it has no end of turn
+    split: str = ""  # which part of a collection the row belongs to, as its maker named it
+    answer_ids: tuple[int, ...] = ()  # the last answer as generated, its end of turn included
+
+
+@dataclass(frozen=True)
+class TokenizedSample:
+    id: str
+    input_ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool: answer tokens, the end-of-turn token included
+    greedy: bool
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class CachedSample:
+    sample: TokenizedSample
+    aux: Tensor  # [T, A*D] residual streams after the aux layers, ascending
+    last: Tensor  # [T, D]
+    argmax: Tensor  # [T] int64: the verifier's own next token at each row
+    lse: Tensor  # [T] fp32: log-sum-exp of the verifier's logits at each row
+
+
+@dataclass(frozen=True)
+class TTTBatch:
+    """Right-padded samples. Rows at or beyond ``lengths`` hold zeros and are never supervised."""
+
+    input_ids: Tensor  # [B, T] int64
+    loss_mask: Tensor  # [B, T] bool
+    lengths: Tensor  # [B] int64
+    aux: Tensor  # [B, T, A*D]
+    last: Tensor  # [B, T, D]
+    argmax: Tensor  # [B, T] int64
+    lse: Tensor  # [B, T] fp32
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Rows that did not become samples: how many, by reason. in = out + sum(reasons)."""
+
+    rows_in: int
+    rows_out: int
+    reasons: dict[str, int] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)  # rows kept with a change, by its name
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What the prepare stage leaves behind."""
+
+    folder: Path
+    fingerprint: str
+    samples: list[TokenizedSample]
+    token_counts: Tensor  # [V] int64: how often each token is a label in the training split
+    skipped: Skipped

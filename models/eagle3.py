@@ -1,0 +1,154 @@
+"""The EAGLE-3 draft head: one decoder layer over fused verifier states; forward is one step."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import ConfigError, DraftSection, HeadInit
+from models.attention import Memory
+from models.layers import DraftAttention, GatedMLP, MidLayer
+from models.rope import Rope
+from models.verifier import VerifierEnds, VerifierFacts
+from models.vocab import DraftVocab
+
+INIT_STD = 0.02  # of every matrix that is not copied from the verifier
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Sizes and switches of a draft head; all that is needed to build it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int  # the verifier's
+    draft_vocab_size: int
+    aux_layers: list[int]  # n = the verifier's stream after n layers
+    rms_norm_eps: float
+    max_positions: int
+    rope: dict[str, Any]
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    @classmethod
+    def of(cls, section: DraftSection, facts: VerifierFacts) -> "DraftConfig":
+        """The head that ``section`` asks for, as wide as the verifier."""
+        return cls(
+            hidden_size=facts.hidden_size,
+            intermediate_size=section.intermediate_size or facts.intermediate_size,
+            num_heads=facts.num_heads,
+            num_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            vocab_size=facts.vocab_size,
+            draft_vocab_size=min(section.vocab_size or facts.vocab_size, facts.vocab_size),
+            aux_layers=list(facts.aux_layers),
+            rms_norm_eps=facts.rms_norm_eps,
+            max_positions=section.max_positions or facts.max_positions,
+            rope=dict(facts.rope),
+            norm_before_residual=section.norm_before_residual,
+            norm_before_fc=section.norm_before_fc,
+            fc_norm=section.fc_norm,
+            norm_output=section.norm_output,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "DraftConfig":
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ConfigError(f"draft.json: not a draft of this version ({error})") from error
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    hidden: Tensor  # [B, T, D] what the next step is fed
+    normed: Tensor  # [B, T, D] what the head reads
+
+
+class Eagle3Draft(nn.Module):
+    """Parameters carry the names of EAGLE-3 files; ``d2t`` and ``t2d`` are buffers."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = config
+        width, count = config.hidden_size, len(config.aux_layers)
+
+        def norm(size: int = width) -> nn.RMSNorm:
+            return nn.RMSNorm(size, eps=config.rms_norm_eps)
+
+        if config.norm_before_fc:
+            self.input_norm = norm(count * width)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(norm() for _ in range(count))
+        self.fc = nn.Linear(count * width, width, bias=False)
+        rope = Rope(config.head_dim, config.max_positions, config.rope)
+        self.midlayer = MidLayer(
+            DraftAttention(width, config.num_heads, config.num_kv_heads, rope),
+            GatedMLP(width, config.intermediate_size),
+            [norm(), norm(), norm()],
+        )
+        self.norm = norm()
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.embed_tokens.requires_grad_(False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.d2t: Tensor
+        self.t2d: Tensor
+
+    @torch.no_grad()
+    def initialise(self, ends: VerifierEnds, vocab: DraftVocab, head_init: HeadInit) -> None:
+        """Random matrices, the verifier's embedding, and the head as ``head_init`` says."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(std=INIT_STD)
+        if tuple(ends.embedding.shape) != tuple(self.embed_tokens.weight.shape):
+            raise ConfigError(
+                f"verifier.path: its embedding is {tuple(ends.embedding.shape)}, its config says "
+                f"{tuple(self.embed_tokens.weight.shape)}; a draft must be as wide as its verifier"
+            )
+        self.embed_tokens.weight.copy_(ends.embedding)
+        self.d2t.copy_(vocab.d2t)
+        self.t2d.copy_(vocab.t2d)
+        if head_init is not HeadInit.random:
+            self.lm_head.weight.copy_(ends.head[vocab.target_ids])
+        self.lm_head.requires_grad_(head_init is not HeadInit.frozen)
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """[B, T, A*D] verifier states -> [B, T, D], once before the first step."""
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            parts = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(aux)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Memory
+    ) -> DraftOutput:
+        """One step: row t pairs token x[t+1+k] with its state and guesses the token after it.
+
+        tokens, positions [B, T]; hidden [B, T, D]; ``memory`` says which keys a row sees.
+        """
+        embedded = self.embed_tokens(tokens)
+        flag = self.config.norm_before_residual
+        output = self.midlayer(embedded, hidden, positions, memory, normed=flag)
+        normed = self.norm(output)
+        return DraftOutput(normed if self.config.norm_output else output, normed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[..., D] -> [..., Vd]."""
+        return self.lm_head(normed)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids + self.d2t[draft_ids]

@@ -1,0 +1,277 @@
+"""The verifier: a frozen causal language model that yields the states a draft head learns from."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from conf.schema import ConfigError, VerifierSection
+from models.bundled import resolve
+from models.kv import KVCache
+
+MIN_LAYERS = 7  # below it the default aux layers [2, L//2, L-3] are not three ascending ids
+SAMPLED_BLOCKS = 64  # of a weights file that go into its fingerprint
+BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class VerifierStates:
+    aux: Tensor  # [B, T, A*D] residual streams after the aux layers, concatenated, ids ascending
+    last: Tensor  # [B, T, D] the state after the final norm
+
+
+@dataclass(frozen=True)
+class VerifierFacts:
+    """What the rest of Eyrie needs to know about a verifier; read from its config alone."""
+
+    path: str  # as the user gave it
+    architectures: list[str]
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_positions: int
+    rope: dict[str, Any]  # rope_type, rope_theta and the type's own parameters
+    aux_layers: list[int]  # n = the stream after n decoder layers
+    bos_id: int | None
+    eos_ids: list[int]
+
+
+class Verifier:
+    """A frozen model with its tokenizer. ``states`` runs the backbone, ``logits_from`` the head."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: VerifierFacts
+    ):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.backbone: nn.Module = model.get_decoder()
+        self.head: nn.Module = model.get_output_embeddings()
+        self._aux: dict[int, Tensor] = {}
+        self._watch_streams()
+
+    @classmethod
+    def load(
+        cls, section: VerifierSection, cache: Path, device: torch.device, dtype: torch.dtype
+    ) -> "Verifier":
+        """Load weights (safetensors only) onto ``device``. Raises ConfigError when not found."""
+        folder = resolve(section.path, cache)
+        facts = load_facts(section, cache)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=section.attention.value,
+            trust_remote_code=section.trust_remote_code,
+            use_safetensors=True,
+        )
+        verifier = cls(model.to(device), load_tokenizer(section, cache), facts)
+        verifier.folder = folder
+        return verifier
+
+    folder: Path  # where the weights lie; set by load
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def _watch_streams(self) -> None:
+        """Keep the residual stream after n layers: what layer n receives, or layer L-1 returns."""
+        layers = self.backbone.layers
+        for n in self.facts.aux_layers:
+            if n < len(layers):
+                layers[n].register_forward_pre_hook(self._keeper_of_input(n), with_kwargs=True)
+            else:
+                layers[n - 1].register_forward_hook(self._keeper_of_output(n))
+
+    def _keeper_of_input(self, n: int):
+        def keep(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+            self._aux[n] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+    def _keeper_of_output(self, n: int):
+        def keep(_module: nn.Module, _args: tuple, output: Any) -> None:
+            self._aux[n] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    @torch.no_grad()
+    def states(self, input_ids: Tensor, cache: KVCache | None = None) -> VerifierStates:
+        """Run the backbone over ``input_ids`` [B, T].
+
+        Without a cache the batch is right-padded: causality alone keeps padding out of the rows
+        before it, and rows of padding are junk. With a cache the tokens continue each sequence at
+        its logical length; the caller advances the cache by what it accepts.
+        """
+        if cache is None:
+            output = self.backbone(input_ids=input_ids, use_cache=False)
+        else:
+            steps = input_ids.shape[1]
+            output = self.backbone(
+                input_ids=input_ids,
+                attention_mask=cache.mask(steps),
+                position_ids=cache.positions(steps),
+                cache=cache,
+                use_cache=True,
+            )
+        aux = torch.cat([self._aux[n] for n in self.facts.aux_layers], dim=-1)
+        self._aux.clear()
+        return VerifierStates(aux, output.last_hidden_state)
+
+    @torch.no_grad()
+    def logits_from(self, last: Tensor) -> Tensor:
+        """[..., D] after the final norm -> [..., V], with the model's own scale or soft-cap."""
+        return scaled_logits(self.head(last), self.model.config.get_text_config())
+
+
+def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """What the model does to its head's output: Granite divides, Cohere multiplies, Gemma caps."""
+    if getattr(config, "logits_scaling", None):
+        logits = logits / config.logits_scaling
+    if getattr(config, "logit_scale", None):
+        logits = logits * config.logit_scale
+    cap = getattr(config, "final_logit_softcapping", None)
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def load_config_of(section: VerifierSection, cache: Path) -> PreTrainedConfig:
+    folder = resolve(section.path, cache)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+
+
+def load_tokenizer(section: VerifierSection, cache: Path) -> PreTrainedTokenizerBase:
+    folder = resolve(section.path, cache)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+
+
+def load_facts(section: VerifierSection, cache: Path) -> VerifierFacts:
+    """Read sizes from the config, a wrapped text model's from its text part."""
+    config = load_config_of(section, cache)
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    eos = text.eos_token_id if text.eos_token_id is not None else config.eos_token_id
+    return VerifierFacts(
+        path=section.path,
+        architectures=list(config.architectures or []),
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=text.vocab_size,
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        max_positions=text.max_position_embeddings,
+        rope=dict(text.rope_parameters),
+        aux_layers=aux_layers_of(section, text.num_hidden_layers),
+        bos_id=text.bos_token_id,
+        eos_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+    )
+
+
+def aux_layers_of(section: VerifierSection, num_layers: int) -> list[int]:
+    """The ids to capture, checked: ascending, unique, each in 1..L."""
+    if section.aux_layers is None:
+        if num_layers < MIN_LAYERS:
+            raise ConfigError(
+                f"verifier.aux_layers=null: the default needs {MIN_LAYERS} layers and "
+                f"{section.path} has {num_layers}; give the ids, for example "
+                f"verifier.aux_layers=[1,2,{num_layers}]"
+            )
+        return [2, num_layers // 2, num_layers - 3]
+    ids = list(section.aux_layers)
+    if not ids or sorted(set(ids)) != ids or ids[0] < 1 or ids[-1] > num_layers:
+        raise ConfigError(
+            f"verifier.aux_layers={ids}: must be ascending, unique ids in 1..{num_layers}; "
+            "null takes [2, L//2, L-3]"
+        )
+    return ids
+
+
+@dataclass(frozen=True)
+class VerifierEnds:
+    """The two matrices that training needs of a verifier, and how its logits are scaled."""
+
+    embedding: Tensor  # [V, D]
+    head: Tensor  # [V, D]
+    config: PreTrainedConfig
+
+
+def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> VerifierEnds:
+    """Read embedding and head from the safetensors files, without loading the layers between."""
+    folder = resolve(section.path, cache)
+    config = load_config_of(section, cache)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=section.trust_remote_code
+        )
+    names = {id(p): n for n, p in skeleton.named_parameters(remove_duplicate=False)}
+    embedding_name = names[id(skeleton.get_input_embeddings().weight)]
+    head_name = names[id(skeleton.get_output_embeddings().weight)]
+    where = tensor_files(folder)
+    embedding = read_tensor(folder, where, embedding_name)
+    tied = bool(config.get_text_config().tie_word_embeddings)
+    head = embedding if tied else read_tensor(folder, where, head_name)
+    return VerifierEnds(embedding.to(dtype), head.to(dtype), config.get_text_config())
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index or from the single file."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ConfigError(
+            f"verifier.path={folder}: holds no model.safetensors; save the verifier with "
+            "save_pretrained"
+        )
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single.name)
+
+
+def read_tensor(folder: Path, where: dict[str, str], name: str) -> Tensor:
+    """Fetch one tensor; wrapped models may store it under a longer or shorter prefix."""
+    tail = name.removeprefix("model.")
+    match = name if name in where else next((k for k in where if k.endswith(tail)), None)
+    if match is None:
+        candidates = [k for k in where if "embed" in k or "head" in k]
+        raise ConfigError(
+            f"verifier.path={folder}: no tensor {name}; the file has {candidates or 'none like it'}"
+        )
+    with safe_open(folder / where[match], framework="pt") as file:
+        return file.get_tensor(match)
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Digest of config and weights: sizes, headers and evenly spaced blocks of every file.
+
+    Reading 64 blocks a file keeps a 140 GB verifier under a second; any retrained or requantised
+    checkpoint differs in practically every block.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for i in range(SAMPLED_BLOCKS):
+                file.seek(max(0, size - BLOCK) * i // (SAMPLED_BLOCKS - 1))
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,39 @@
+"""The draft vocabulary: which verifier tokens the draft head can propose."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """``d2t`` [Vd] int64 holds offsets: target id = draft id + d2t. ``t2d`` [V] bool: membership."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    @classmethod
+    def from_counts(cls, counts: Tensor, size: int | None) -> "DraftVocab":
+        """Take the ``size`` most frequent tokens of ``counts`` [V]; ties go to the smaller id.
+
+        With ``size`` None or at least V every token is in. Tokens never seen fill what is left
+        over, smallest ids first, so that the size is always the one asked for.
+        """
+        total = counts.numel()
+        size = total if size is None else min(size, total)
+        order = counts.argsort(descending=True, stable=True)
+        ids = order[:size].sort().values
+        member = torch.zeros(total, dtype=torch.bool)
+        member[ids] = True
+        return cls(ids - torch.arange(size), member)
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[Vd] the verifier ids, ascending."""
+        return self.d2t + torch.arange(self.d2t.numel())
+
+    def coverage(self, counts: Tensor) -> float:
+        """Share of the counted tokens that are members: no acceptance can exceed it."""
+        total = int(counts.sum())
+        return float(counts[self.t2d].sum()) / total if total else 0.0

@@ -1,0 +1,97 @@
+"""Bad input ends in one sentence; every shipped YAML file composes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conf.compose import FOLDER, from_command_line, knobs_holding, load_config, load_saved, to_yaml
+from conf.runtime import ROOT
+from conf.schema import ConfigError, RunConfig, Stage
+
+STAGES = "stages=[train]"  # needs no file
+
+
+def group_files() -> list[tuple[str, str]]:
+    return sorted((p.parent.name, p.stem) for p in FOLDER.glob("*/*.yaml") if "sweep" not in p.parts)
+
+
+@pytest.mark.parametrize(("group", "option"), group_files())
+def test_every_group_file_composes(group: str, option: str):
+    extra = ["data.path=README.md"] if group == "data" else []
+    if group == "eval":
+        extra = ["eval.prompts=README.md"]
+    assert isinstance(load_config([f"{group}={option}", *extra, STAGES]), RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ttt.dept=3"], ["ttt.dept", "dept"]),
+        (["ttt.depth=deep"], ["ttt.depth", "deep"]),
+        (["ttt.depth=0"], ["ttt.depth=0", "at least 1", "ttt.depth=7"]),
+        (["ttt.depth=null"], ["ttt.depth"]),
+        (["verifier=llama9"], ["llama9", "qwen3_8b"]),
+        (["loss.kind=mse"], ["loss.kind", "mse", "kl"]),
+        (["ttt.decay=1.5"], ["ttt.decay=1.5", "0.8"]),
+        (["draft.fc_norm=true", "draft.norm_before_fc=true"], ["norm_before_fc", "fc_norm"]),
+        (["engine.zero_stage=4"], ["engine.zero_stage=4"]),
+        (["engine.deepspeed.bf16.enabled=true"], ["engine.deepspeed.bf16"]),
+        (["stages=[export,train]"], ["stages=[export,train]"]),
+        (["stages=[fly]"], ["fly"]),
+        (["run.name=../x"], ["run.name=../x"]),
+        (["verifier.path=/nowhere/at/all"], ["verifier.path=/nowhere/at/all"]),
+        (["stages=[prepare]", "data.path=missing.jsonl"], ["missing.jsonl", "data.regenerate"]),
+        (["--multirun", "ttt.depth=1,3"], ["launch.sweep"]),
+        (["-m", "ttt.depth=1,3"], ["launch.sweep"]),
+        (["--fast"], ["--fast"]),
+        (["ttt.depth=1,3"], ["ttt.depth"]),
+        (["experiment=typo"], ["typo"]),
+        (["data=jsonl"], ["data.path"]),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], expected: list[str]):
+    stages = [] if any(word.startswith("stages") or word == "data=jsonl" for word in words) else [STAGES]
+    with pytest.raises(ConfigError) as caught:
+        from_command_line([*words, *stages])
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in expected:
+        assert part in message, message
+
+
+def test_errors_answer_before_torch_is_imported():
+    start = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "train/main.py", "ttt.depth=0"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    assert result.returncode == 2
+    assert result.stderr.strip().count("\n") == 0
+    assert "ttt.depth=0" in result.stderr
+    assert seconds < 10  # 2 on an idle machine; this one may be busy
+    probe = "import sys; sys.argv=['x']; import conf.compose; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=True)
+
+
+def test_a_string_is_a_list_of_one():
+    cfg = load_config([STAGES, "data.path=a.jsonl"])
+    assert cfg.data.path == ["a.jsonl"]
+    assert load_config(["stages=train"]).stages == [Stage.train]
+    assert {"data.path", "stages", "verifier.aux_layers", "eval.prompts"} <= knobs_holding(list)
+
+
+def test_saved_configuration_reads_back_equal(tmp_path: Path):
+    cfg = load_config([STAGES, "ttt.depth=3", "data.template_kwargs={enable_thinking: false}"])
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    assert load_saved(tmp_path / "config.yaml") == cfg
+
+
+def test_more_ranks_than_samples_a_step_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "64")
+    with pytest.raises(ConfigError, match=r"optim\.batch_size=2"):
+        load_config([STAGES])

@@ -1,0 +1,67 @@
+"""Held-out acceptance during training: the greedy loop's own result, without decoding.
+
+On text the verifier wrote itself, the draft is unrolled on its own guesses at every row; walking
+the rounds row by row then gives the counters that the decoding loop would give on that text.
+"""
+
+import torch
+from torch import Tensor
+
+from conf.runtime import RankInfo
+from data.distributed import sum_over_ranks
+from data.loader import ShardReader, collate, on_device
+from eval.acceptance import AcceptanceReport, Counters, count_hits, report_acceptance, walk
+from train.engine import Engine
+
+RESAMPLES = 200  # a training line needs a rough interval only
+
+
+def measure(
+    engine: Engine, reader: ShardReader, n_draft: int, ranks: RankInfo
+) -> AcceptanceReport:
+    """Acceptance of chains of ``n_draft`` on the held-out samples, equal on all ranks.
+
+    Only samples with the verifier's own greedy text, if there are any. On other text a guess
+    counts when it equals the data: less than the loop would accept.
+    """
+    chosen = reader.valid_indices
+    greedy = [i for i in chosen if reader.is_greedy(i)]
+    chosen = greedy or chosen
+    table = torch.zeros(len(chosen), 2 * n_draft + 4, dtype=torch.int64)
+    laps = -(-len(chosen) // ranks.world_size)
+    for lap in range(laps):  # every rank runs every lap: ZeRO-3 gathers weights in the forward
+        slot = lap * ranks.world_size + ranks.rank
+        cached = reader.read(chosen[min(slot, len(chosen) - 1)])
+        batch = on_device(collate([cached]), engine.device, engine.dtype)
+        proposed = engine.propose(batch, n_draft)[:, 0].T  # [T, N]
+        if slot < len(chosen):
+            sample = cached.sample
+            counters = walk_answers(proposed.cpu(), sample.input_ids, sample.loss_mask)
+            table[slot] = to_row(counters)
+    rows = sum_over_ranks(table.to(engine.device)).cpu().tolist()
+    return report_acceptance([from_row(row, n_draft) for row in rows], RESAMPLES, seed=0)
+
+
+def walk_answers(proposed: Tensor, input_ids: Tensor, loss_mask: Tensor) -> Counters:
+    """proposed [T, N] target ids by row -> the counters of all answers of one sample."""
+    depth = proposed.shape[1]
+    hits = count_hits(proposed, input_ids)
+    edges = torch.cat([torch.zeros(1), loss_mask.float(), torch.zeros(1)]).diff()
+    starts, ends = (edges > 0).nonzero().flatten(), (edges < 0).nonzero().flatten()
+    counters = Counters(0, 0, 0, [0] * depth, [0] * depth, 0)
+    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        counters = counters + walk(hits, max(first - 1, 0), end - 2, depth)
+    return counters
+
+
+def to_row(counters: Counters) -> Tensor:
+    """Counters as numbers that ranks can add."""
+    head = [counters.rounds, counters.drafted, counters.tested, counters.tokens]
+    return torch.tensor([*head, *counters.accepted_by_depth, *counters.reached_by_depth])
+
+
+def from_row(row: list[int], n_draft: int) -> Counters:
+    rounds, drafted, tested, tokens, *by_depth = row
+    return Counters(
+        rounds, drafted, tested, by_depth[:n_draft], by_depth[n_draft : 2 * n_draft], tokens
+    )

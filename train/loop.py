@@ -1,0 +1,214 @@
+"""fit(): the table of contents of training."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conf.runtime import RankInfo, fingerprint, plain, run_dir, say, write_atomically
+from conf.schema import ConfigError, Normalise, OptimSection, Precision, RunConfig
+from data.distributed import pick_device, sum_over_ranks
+from data.loader import ShardReader, TrainLoader
+from data.records import PreparedData, TTTBatch
+from eval.acceptance import AcceptanceReport
+from models.draft_file import save_draft
+from models.eagle3 import DraftConfig, Eagle3Draft
+from models.verifier import VerifierEnds, load_ends, load_facts, scaled_logits
+from models.vocab import DraftVocab
+from train.checkpoint import Checkpoints, TrainState
+from train.engine import Engine
+from train.held_out import measure
+from train.loss import Distillation
+from train.metrics import Interval, MetricsLog, all_finite
+from train.ttt import TrainingTimeTest, supervised_rows
+
+
+MIN_TEACHER_AGREEMENT = 0.9  # bf16 rounding flips near-ties, other weights flip nearly all
+
+
+class NonFiniteLoss(RuntimeError):
+    """Training diverged; the last good checkpoint is untouched."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then a cosine down to a share of the peak."""
+
+    optim: OptimSection
+    total: int
+
+    def lr(self, step: int) -> float:
+        warm = max(1, round(self.total * self.optim.warmup_share))
+        if step < warm:
+            return self.optim.lr * (step + 1) / warm
+        progress = (step - warm) / max(1, self.total - warm)
+        floor = self.optim.min_lr_share
+        return self.optim.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -> Path:
+    """Train a draft head on cached states -> the folder of the best one.
+
+    Raises NonFiniteLoss when the loss or its gradient stops being finite.
+    """
+    device = pick_device(cfg.run.device, ranks.local_rank)
+    reader = ShardReader(cached)
+    module = build(cfg, prepared, reader, device)
+    engine = Engine(cfg, module, ranks)
+    loader = TrainLoader(reader, cfg.optim, cfg.run.seed, ranks)
+    total = total_steps(cfg.optim, loader.steps_per_epoch)
+    schedule = Schedule(cfg.optim, total)
+
+    folder = run_dir(cfg)
+    checkpoints = Checkpoints(folder / "checkpoints", cfg.log.keep, ranks.is_main)
+    fresh = TrainState(0, -1.0, 0, ranks.world_size, curve_fingerprint(cfg, prepared))
+    state = checkpoints.resume(engine, fresh)
+    describe(cfg, engine, loader.steps_per_epoch, total, state.step)
+
+    log = MetricsLog(cfg, folder, ranks, total)
+    log.truncate(state.step)
+    interval = Interval(cfg.ttt.depth, device)
+    step, best_tau, best_step = state.step, state.best_tau, state.best_step
+
+    for window in loader.windows(start_step=step):
+        # ---- one training step -------------------------------------------------------------
+        batches = [on_device(batch, device, engine.dtype) for batch in window.batches]
+        weights = row_weights(cfg, batches)
+        for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            output = engine(batch, weight)
+            engine.backward(output.loss, last=i == len(batches) - 1)
+            interval.add(output, batch.lengths)
+        norm = engine.step(schedule.lr(step))
+        step += 1
+        log.bar.update(1)
+        # --------------------------------------------------------------------------------------
+        saves = step % cfg.log.save_every == 0 or step == total
+        measures = step % cfg.log.valid_every == 0 or step == total
+        if saves or measures or step % cfg.log.every == 0:
+            figures = {**interval.close(cfg.ttt.decay), "lr": schedule.lr(step - 1)}
+            refuse_non_finite(cfg, figures, norm, step)
+            log.train(step, {**figures, "grad_norm": norm})
+        if measures:
+            report = measure(engine, reader, cfg.eval.valid_depth, ranks)
+            log.held_out(step, report)
+            if report.tau > best_tau:
+                best_tau, best_step = report.tau, step
+                keep_best(folder / "best", engine, report, ranks)
+        if saves:
+            kept = TrainState(step, best_tau, best_step, ranks.world_size, fresh.fingerprint)
+            checkpoints.save(engine, kept)
+        if step >= total:
+            break
+    log.close()
+    say(f"best held-out tau {best_tau:.3f} at step {best_step}: {folder / 'best'}")
+    return folder / "best"
+
+
+def build(
+    cfg: RunConfig, prepared: PreparedData, reader: ShardReader, device: torch.device
+) -> TrainingTimeTest:
+    """The draft and its teacher, checked against what capture stored."""
+    cache = Path(cfg.run.cache)
+    facts = load_facts(cfg.verifier, cache)
+    config = DraftConfig.of(cfg.draft, facts)
+    vocab = DraftVocab.from_counts(prepared.token_counts, config.draft_vocab_size)
+    ends = load_ends(cfg.verifier, cache, torch.float32)
+    check_teacher(ends, reader)
+    torch.manual_seed(cfg.run.seed)
+    draft = Eagle3Draft(config)
+    draft.initialise(ends, vocab, cfg.draft.head_init)
+    dtype = torch.bfloat16 if cfg.engine.precision is Precision.bfloat16 else torch.float32
+    head = ends.head[vocab.target_ids].to(device=device, dtype=dtype)
+    share = vocab.coverage(prepared.token_counts)
+    say(f"draft vocabulary: {config.draft_vocab_size:,} tokens, {share:.1%} of the training labels")
+    return TrainingTimeTest(
+        draft, Distillation(cfg.loss.kind, head, ends.config), cfg.ttt
+    ).to(device)
+
+
+def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:
+    """The head on cached last states must give the argmax that capture stored with them."""
+    cached = reader.read(0)
+    with torch.no_grad():
+        logits = scaled_logits(cached.last.float() @ ends.head.T, ends.config)
+    same = float((logits.argmax(-1) == cached.argmax).float().mean())
+    if same < MIN_TEACHER_AGREEMENT:
+        raise ConfigError(
+            f"verifier.path: its head repeats only {same:.0%} of the argmaxes stored in "
+            f"{reader.folder}; the cache is from other weights, delete it or choose its verifier"
+        )
+
+
+def total_steps(optim: OptimSection, steps_per_epoch: int) -> int:
+    steps = max(1, round(steps_per_epoch * optim.epochs))
+    return steps if optim.max_steps is None else min(steps, optim.max_steps)
+
+
+def curve_fingerprint(cfg: RunConfig, prepared: PreparedData) -> str:
+    """Everything that shapes the training curve; a checkpoint continues only its own."""
+    return fingerprint(
+        prepared.fingerprint, cfg.verifier, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
+        cfg.engine.precision, cfg.engine.zero_stage, cfg.engine.deepspeed, cfg.run.seed,
+    )  # fmt: skip
+
+
+def on_device(batch: TTTBatch, device: torch.device, dtype: torch.dtype) -> TTTBatch:
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return TTTBatch(
+        input_ids=move(batch.input_ids),
+        loss_mask=move(batch.loss_mask),
+        lengths=move(batch.lengths),
+        aux=move(batch.aux).to(dtype),
+        last=move(batch.last).to(dtype),
+        argmax=move(batch.argmax),
+        lse=move(batch.lse),
+    )
+
+
+def row_weights(cfg: RunConfig, batches: list[TTTBatch]) -> list[Tensor]:
+    """What one supervised row of each sample adds to the loss, [B] a batch.
+
+    token: 1/N, N the rows at depth 0 over all ranks and the whole window. sequence: 1/(S*N_i),
+    S the samples with supervision, N_i the rows of sample i.
+    """
+    rule = cfg.ttt.supervise
+    counts = [supervised_rows(b.loss_mask, 1, rule)[0].sum(1).float() for b in batches]
+    if cfg.loss.normalise is Normalise.token:
+        whole = sum_over_ranks(torch.stack([count.sum() for count in counts]).sum())
+        return [torch.ones_like(count) / whole.clamp_min(1) for count in counts]
+    whole = sum_over_ranks(torch.stack([(count > 0).sum() for count in counts]).sum())
+    return [1 / (count.clamp_min(1) * whole.clamp_min(1)) for count in counts]
+
+
+def refuse_non_finite(cfg: RunConfig, figures: dict, norm: float | None, step: int) -> None:
+    if not all_finite(figures) or not math.isfinite(norm or 0.0):
+        raise NonFiniteLoss(
+            f"loss={figures['loss']}, gradient norm {norm} at step {step}: not finite; the last "
+            f"good checkpoint is kept; try a smaller rate than optim.lr={cfg.optim.lr}"
+        )
+
+
+def keep_best(
+    folder: Path, engine: Engine, report: AcceptanceReport, ranks: RankInfo
+) -> None:
+    state = engine.draft_state()  # on every rank: ZeRO-3 gathers
+    if ranks.is_main:
+        save_draft(folder, engine.module.draft.config, state)
+        write_atomically(folder / "acceptance.json", json.dumps(plain(report), indent=2))
+
+
+def describe(cfg: RunConfig, engine: Engine, steps: int, total: int, start: int) -> None:
+    draft = engine.module.draft
+    trainable = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in draft.parameters() if not p.requires_grad)
+    say(
+        f"training {trainable / 1e6:.1f}M parameters ({frozen / 1e6:.1f}M frozen), depth "
+        f"{cfg.ttt.depth}, {total} steps of {cfg.optim.batch_size} samples "
+        f"({steps} an epoch), ZeRO-{engine.stage} {cfg.engine.precision.value}"
+        + (f", resumed at step {start}" if start else "")
+    )

@@ -1,0 +1,144 @@
+"""What training reports: sums and counts until they are printed; JSON lines always, W&B if asked."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from conf.runtime import RankInfo, plain, say
+from conf.schema import RunConfig
+from data.distributed import sum_over_ranks
+from eval.acceptance import AcceptanceReport
+from train.ttt import TTTOutput
+
+WANDB_TIMEOUT = 8  # seconds until an unreachable server means offline
+
+
+class Interval:
+    """Sums over the steps since the last report; they stay on the device until then."""
+
+    def __init__(self, depth: int, device: torch.device):
+        self.totals = torch.zeros(3, depth, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self.started = time.perf_counter()
+
+    def add(self, output: TTTOutput, lengths: Tensor) -> None:
+        self.totals += torch.stack([output.sums, output.counts, output.hits])
+        self.tokens += lengths.sum()
+
+    def close(self, decay: float) -> dict[str, float | list[float]]:
+        """Reduce over ranks once and start anew -> loss, loss and accuracy by depth, tokens/s."""
+        flat = sum_over_ranks(torch.cat([self.totals.flatten(), self.tokens[None]]))
+        sums, counts, hits = flat[:-1].view(3, -1).tolist()
+        now = time.perf_counter()
+        rate = float(flat[-1]) / (now - self.started)
+        self.totals.zero_()
+        self.tokens.zero_()
+        self.started = now
+        first = max(counts[0], 1.0)
+        return {
+            "loss": sum(decay**k * total for k, total in enumerate(sums)) / first,
+            "loss_by_depth": [s / max(n, 1.0) for s, n in zip(sums, counts, strict=True)],
+            "accuracy_by_depth": [h / max(n, 1.0) for h, n in zip(hits, counts, strict=True)],
+            "supervised_tokens": counts[0],
+            "tokens_per_second": rate,
+        }
+
+
+class MetricsLog:
+    """``metrics.jsonl`` and the progress bar, on rank 0; the other ranks keep silent."""
+
+    def __init__(self, cfg: RunConfig, folder: Path, ranks: RankInfo, total_steps: int):
+        self.is_main = ranks.is_main
+        self.path = folder / "metrics.jsonl"
+        self.run = start_wandb(cfg, folder) if ranks.is_main and cfg.log.wandb else None
+        self.words: dict[str, str] = {}
+        lines = not sys.stderr.isatty()
+        self.bar = tqdm(
+            total=total_steps,
+            desc="train",
+            unit="step",
+            disable=not ranks.is_main,
+            dynamic_ncols=True,
+            mininterval=10.0 if lines else 0.2,
+            file=sys.stderr,
+        )
+
+    def truncate(self, step: int) -> None:
+        """Drop lines beyond ``step``: a resumed run writes them again."""
+        self.bar.n = self.bar.initial = step
+        if not self.is_main or not self.path.is_file():
+            return
+        rows = [json.loads(line) for line in self.path.read_text().splitlines() if line.strip()]
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
+        self.path.write_text("".join(kept))
+
+    def write(self, step: int, figures: dict) -> None:
+        if not self.is_main:
+            return
+        line = {"step": step, **plain(figures)}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.run is not None:
+            self.run.log(flat(figures), step=step)
+
+    def train(self, step: int, figures: dict) -> None:
+        """A line of training figures, and the bar's loss and rate."""
+        self.write(step, figures)
+        self.words["loss"] = f"{figures['loss']:.3f}"
+        self.words["tok/s"] = f"{figures['tokens_per_second']:.0f}"
+        self.bar.set_postfix(self.words, refresh=False)
+
+    def held_out(self, step: int, report: AcceptanceReport) -> None:
+        """A line of held-out acceptance, and the bar's alpha by depth."""
+        self.write(step, {"held_out": plain(report)})
+        self.words["tau"] = f"{report.tau:.2f}"
+        self.words["alpha"] = " ".join(f"{alpha:.2f}" for alpha in report.alpha_by_depth)
+        self.bar.set_postfix(self.words, refresh=False)
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.run is not None:
+            self.run.finish()
+
+
+def flat(figures: dict) -> dict[str, float]:
+    """Lists by depth become one series a depth."""
+    series: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            series.update({f"{name}/{key}": item for key, item in flat(value).items()})
+        elif isinstance(value, list):
+            series.update({f"{name}/{k}": item for k, item in enumerate(value)})
+        elif isinstance(value, int | float):
+            series[name] = value
+    return series
+
+
+def start_wandb(cfg: RunConfig, folder: Path):
+    """A Weights & Biases run: online when logged in and reachable, else offline, and it says so."""
+    import wandb  # a second of import time, and only those who ask for it pay
+
+    settings = wandb.Settings(init_timeout=WANDB_TIMEOUT, silent=True)
+    common = {
+        "project": cfg.log.project,
+        "name": cfg.run.name,
+        "dir": str(folder),
+        "config": plain(cfg),
+    }
+    logged_in = wandb.api.api_key is not None
+    if logged_in:
+        try:
+            return wandb.init(mode="online", settings=settings, **common)
+        except (wandb.errors.CommError, wandb.errors.UsageError, TimeoutError) as error:
+            say(f"wandb: no server ({str(error).splitlines()[0]}); logging offline")
+    return wandb.init(mode="offline", settings=settings, **common)
+
+
+def all_finite(figures: dict) -> bool:
+    return all(math.isfinite(value) for value in flat(figures).values())
