@@ -23,7 +23,6 @@ class Conversation:
     task: str = ""  # a label of the prompt, reported on its own
     greedy: bool = False  # the last answer is the verifier's own greedy text
     cut: bool = False  # the last answer was cut by a length limit: it has no end of turn
-    split: str = ""  # which part of a collection the row belongs to, as its maker named it
     answer_ids: tuple[int, ...] = ()  # the last answer as generated, its end of turn included
 
 

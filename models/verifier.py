@@ -222,12 +222,12 @@ def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> Veri
         skeleton = AutoModelForCausalLM.from_config(
             config, trust_remote_code=section.trust_remote_code
         )
-    names = {id(p): n for n, p in skeleton.named_parameters(remove_duplicate=False)}
+    names = {id(p): n for n, p in skeleton.named_parameters()}  # a tied head has the first name
     embedding_name = names[id(skeleton.get_input_embeddings().weight)]
     head_name = names[id(skeleton.get_output_embeddings().weight)]
     where = tensor_files(folder)
     embedding = read_tensor(folder, where, embedding_name)
-    tied = bool(config.get_text_config().tie_word_embeddings)
+    tied = head_name == embedding_name
     head = embedding if tied else read_tensor(folder, where, head_name)
     return VerifierEnds(embedding.to(dtype), head.to(dtype), config.get_text_config())
 

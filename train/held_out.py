@@ -9,7 +9,8 @@ from torch import Tensor
 
 from conf.runtime import RankInfo
 from data.distributed import sum_over_ranks
-from data.loader import ShardReader, collate, on_device
+from data.loader import collate, on_device
+from data.reader import ShardReader
 from eval.acceptance import AcceptanceReport, Counters, count_hits, report_acceptance, walk
 from train.engine import Engine
 
@@ -25,7 +26,7 @@ def measure(
     counts when it equals the data: less than the loop would accept.
     """
     chosen = reader.valid_indices
-    greedy = [i for i in chosen if reader.is_greedy(i)]
+    greedy = [i for i in chosen if reader.greedy[i]]
     chosen = greedy or chosen
     table = torch.zeros(len(chosen), 2 * n_draft + 4, dtype=torch.int64)
     laps = -(-len(chosen) // ranks.world_size)

@@ -11,7 +11,8 @@ from torch import Tensor
 from conf.runtime import RankInfo, fingerprint, plain, run_dir, say, write_atomically
 from conf.schema import ConfigError, Normalise, OptimSection, Precision, RunConfig
 from data.distributed import pick_device, sum_over_ranks
-from data.loader import ShardReader, TrainLoader
+from data.loader import TrainLoader, on_device
+from data.reader import ShardReader
 from data.records import PreparedData, TTTBatch
 from eval.acceptance import AcceptanceReport
 from models.draft_file import save_draft
@@ -59,7 +60,7 @@ def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -
     module = build(cfg, prepared, reader, device)
     engine = Engine(cfg, module, ranks)
     loader = TrainLoader(reader, cfg.optim, cfg.run.seed, ranks)
-    total = total_steps(cfg.optim, loader.steps_per_epoch)
+    total = loader.total_steps
     schedule = Schedule(cfg.optim, total)
 
     folder = run_dir(cfg)
@@ -100,8 +101,6 @@ def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -
         if saves:
             kept = TrainState(step, best_tau, best_step, ranks.world_size, fresh.fingerprint)
             checkpoints.save(engine, kept)
-        if step >= total:
-            break
     log.close()
     say(f"best held-out tau {best_tau:.3f} at step {best_step}: {folder / 'best'}")
     return folder / "best"
@@ -142,32 +141,12 @@ def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:
         )
 
 
-def total_steps(optim: OptimSection, steps_per_epoch: int) -> int:
-    steps = max(1, round(steps_per_epoch * optim.epochs))
-    return steps if optim.max_steps is None else min(steps, optim.max_steps)
-
-
 def curve_fingerprint(cfg: RunConfig, prepared: PreparedData) -> str:
     """Everything that shapes the training curve; a checkpoint continues only its own."""
     return fingerprint(
         prepared.fingerprint, cfg.verifier, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
         cfg.engine.precision, cfg.engine.zero_stage, cfg.engine.deepspeed, cfg.run.seed,
     )  # fmt: skip
-
-
-def on_device(batch: TTTBatch, device: torch.device, dtype: torch.dtype) -> TTTBatch:
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return TTTBatch(
-        input_ids=move(batch.input_ids),
-        loss_mask=move(batch.loss_mask),
-        lengths=move(batch.lengths),
-        aux=move(batch.aux).to(dtype),
-        last=move(batch.last).to(dtype),
-        argmax=move(batch.argmax),
-        lse=move(batch.lse),
-    )
 
 
 def row_weights(cfg: RunConfig, batches: list[TTTBatch]) -> list[Tensor]:

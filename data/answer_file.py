@@ -1,0 +1,106 @@
+"""The file of regenerated answers: its lines, and how an interrupted run goes on.
+
+Three files: ``X.jsonl`` is the result, written whole at the end; ``X.jsonl.partial.jsonl`` grows by
+one synced write a batch; ``X.jsonl.meta.json`` says with what settings they are made.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.runtime import fingerprint, sync_folder, write_atomically
+from conf.schema import ConfigError
+from data.records import Turn
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """One line: a conversation whose answers are all the verifier's own."""
+
+    id: str  # "<prompt id>#<number of the answer>", 0 is the greedy one
+    task: str
+    conversations: list[Turn]
+    answer_ids: list[int]  # tokens of the last answer, the end token included unless cut
+    greedy: bool
+    cut: bool  # the last answer reached the length limit
+    temperature: float
+    seed: int
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+
+
+class AnswerFile:
+    """``path`` and its two companions. Opening refuses files made with other settings."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        """``settings``: JSON values that decide the answers. Raises ConfigError on a conflict."""
+        self.path = path
+        self.settings = settings
+        self.partial = path.with_name(path.name + ".partial.jsonl")
+        self.meta = path.with_name(path.name + ".meta.json")
+        self._refuse_others()
+
+    @property
+    def finished(self) -> bool:
+        return self.path.exists()
+
+    def _refuse_others(self) -> None:
+        way_out = "take another regenerate.output, or delete it to start anew"
+        if not self.meta.exists():
+            for found in (self.path, self.partial):
+                if found.exists():
+                    raise ConfigError(
+                        f"regenerate.output={self.path}: {found.name} exists without "
+                        f"{self.meta.name}, so nothing says how it was made; {way_out}"
+                    )
+            return
+        try:
+            made_with = json.loads(self.meta.read_text())["settings"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"regenerate.output={self.path}: {self.meta.name} is damaged ({error}); {way_out}"
+            ) from error
+        for key in sorted({*made_with, *self.settings}):
+            before, now = made_with.get(key), self.settings.get(key)
+            if before != now:
+                raise ConfigError(
+                    f"regenerate.output={self.path}: was made with {key}={before}, and now "
+                    f"{key}={now}; {way_out}"
+                )
+
+    def start(self) -> set[str]:
+        """Note the settings; ids of the answers an earlier run has left. A torn line is dropped."""
+        if not self.meta.exists():
+            content = {"fingerprint": fingerprint(self.settings), "settings": self.settings}
+            write_atomically(self.meta, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        if not self.partial.exists():
+            return set()
+        with self.partial.open("r+b") as file:
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            os.fsync(file.fileno())
+        return set(self._lines())
+
+    def append(self, rows: list[AnswerRow]) -> None:
+        """Add a batch durably: when this returns, a power cut does not lose it."""
+        new = not self.partial.exists()
+        with self.partial.open("ab") as file:
+            file.write("".join(row.to_line() for row in rows).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_folder(self.partial.parent)
+
+    def _lines(self) -> dict[str, str]:
+        """Line by id; of an id written twice (a batch done again) the last one counts."""
+        with self.partial.open(encoding="utf-8", newline="\n") as file:
+            return {json.loads(line)["id"]: line for line in file}
+
+    def finish(self, order: list[str]) -> None:
+        """Write the result, answers in ``order``, and remove the partial file."""
+        lines = self._lines()
+        write_atomically(self.path, "".join(lines[name] for name in order))
+        self.partial.unlink()

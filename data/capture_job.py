@@ -1,0 +1,113 @@
+"""A capture job: which states are wanted, which shards are missing, and whether they fit."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from conf.runtime import cache_dir, fingerprint, say
+from conf.schema import ConfigError, RunConfig
+from data.manifest import FORMAT_VERSION, Manifest, manifest_file, open_manifest, shard_folder
+from data.records import PreparedData
+from data.render import ChatTemplate, tokenizer_fingerprint
+from data.shards import ShardSpan, is_whole, plan_spans
+from models.bundled import resolve
+from models.verifier import VerifierFacts, load_facts, load_tokenizer, weights_fingerprint
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class CaptureJob:
+    """What rank 0 found and decided, the same on every rank."""
+
+    folder: Path
+    manifest: Manifest  # its shards only when complete
+    spans: list[ShardSpan]  # all shards
+    todo: list[ShardSpan]  # those that are not there yet
+    complete: bool
+
+
+def begin(cfg: RunConfig, prepared: PreparedData, held: ExitStack) -> CaptureJob:
+    """Rank 0's part before the others start: plan, lock the folder, see that there is room."""
+    facts = load_facts(cfg.verifier, cache_dir(cfg))
+    manifest = manifest_of(cfg, prepared, facts)
+    folder = cache_dir(cfg) / f"capture-{manifest.fingerprint}"
+    item = getattr(torch, manifest.dtype).itemsize
+    spans = plan_spans(
+        [len(sample.input_ids) for sample in prepared.samples],
+        (len(facts.aux_layers) + 1) * facts.hidden_size * item,
+        cfg.capture.shard_mib * MIB,
+    )
+    if manifest_file(folder).exists():
+        try:
+            return CaptureJob(folder, open_manifest(folder), spans, [], complete=True)
+        except ConfigError as problem:
+            say(f"capture: mending an incomplete cache ({problem})")
+    todo = [span for span in spans if not is_whole(folder, span, manifest.fingerprint)]
+    if todo:
+        check_space(cfg, folder, todo)
+    held.enter_context(sole_writer(folder))
+    for leftover in shard_folder(folder).glob("*.tmp"):
+        leftover.unlink()  # of a run that was killed
+    return CaptureJob(folder, manifest, spans, todo, complete=False)
+
+
+def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) -> Manifest:
+    """Describe the cache to be. Its fingerprint covers what decides the states, and no more."""
+    cache = cache_dir(cfg)
+    weights = weights_fingerprint(resolve(cfg.verifier.path, cache))
+    tokenizer = load_tokenizer(cfg.verifier, cache)
+    dtype, computed_in = cfg.capture.dtype, cfg.verifier.dtype
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        fingerprint=fingerprint(
+            FORMAT_VERSION, weights, facts.aux_layers, dtype, computed_in, prepared.fingerprint
+        ),
+        verifier=weights,
+        verifier_path=cfg.verifier.path,
+        verifier_dtype=computed_in.value,
+        prepared=prepared.fingerprint,
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        template=ChatTemplate(tokenizer, cfg.data.template_kwargs).fingerprint(),
+        dtype=dtype.value,
+        hidden_size=facts.hidden_size,
+        aux_layers=facts.aux_layers,
+    )
+
+
+def check_space(cfg: RunConfig, folder: Path, todo: list[ShardSpan]) -> None:
+    """Print what the missing shards need. Raises ConfigError before anything is written."""
+    need = sum(span.bytes for span in todo)
+    need += need // 100 + MIB  # headers and the manifest
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    tokens = sum(span.tokens for span in todo)
+    say(
+        f"capture: {len(todo)} shards with {tokens:,} tokens need {need / 1e9:.3g} GB of "
+        f"{free / 1e9:.3g} GB free, into {folder}"
+    )
+    if need > free:
+        raise ConfigError(
+            f"run.cache={cfg.run.cache}: the hidden states need {need / 1e9:.3g} GB and "
+            f"{free / 1e9:.3g} GB are free; make room or set run.cache to a larger disk"
+        )
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Keep another capture out of ``folder``. The system frees the lock however this one ends."""
+    shard_folder(folder).mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another process is capturing into it; wait for its end and run the "
+                "same command again, or set another run.cache"
+            ) from None
+        yield

@@ -1,0 +1,127 @@
+"""The manifest of a hidden-state cache: what its shards hold, and whether they are all there."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from conf.runtime import plain, progress, write_atomically
+from conf.schema import ConfigError
+
+FORMAT_VERSION = 1
+AUX_MEANING = "residual stream after n decoder layers, n ascending, concatenated"
+LAST_MEANING = "state after the final norm"
+READ_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard file as the manifest knows it."""
+
+    name: str
+    samples: int
+    tokens: int
+    supervised: int  # tokens under the loss mask
+    agreed: int  # of them: how many are the verifier's own greedy choice
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``manifest.json``. It is written last: a cache without it is not complete."""
+
+    format_version: int
+    fingerprint: str  # of the capture: everything below that decides the states
+    verifier: str  # weights_fingerprint of the verifier
+    verifier_path: str  # as the user gave it, for messages
+    verifier_dtype: str  # what the verifier computed in
+    prepared: str  # fingerprint of the prepared samples
+    tokenizer: str  # tokenizer_fingerprint
+    template: str  # fingerprint of the chat template and its arguments
+    dtype: str  # of aux and last
+    hidden_size: int
+    aux_layers: list[int]
+    aux_meaning: str = AUX_MEANING
+    last_meaning: str = LAST_MEANING
+    shards: list[ShardEntry] = field(default_factory=list)
+
+
+def shard_folder(folder: Path) -> Path:
+    return folder / "shards"
+
+
+def manifest_file(folder: Path) -> Path:
+    return folder / "manifest.json"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_atomically(manifest_file(folder), json.dumps(plain(manifest), indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read ``folder``'s manifest. Raises ConfigError: none there, damaged, or of another format."""
+    path = manifest_file(folder)
+    if not path.is_file():
+        raise ConfigError(f"{path}: missing, so the capture is not complete; run data.capture")
+    try:
+        found = json.loads(path.read_text())
+        version = found["format_version"]
+        if version == FORMAT_VERSION:
+            shards = [ShardEntry(**entry) for entry in found.pop("shards")]
+            return Manifest(**found, shards=shards)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: not a manifest ({type(error).__name__}: {error}); delete it and run "
+            "data.capture, which keeps the whole shards"
+        ) from error
+    raise ConfigError(
+        f"{path}: format_version={version}, and this program reads {FORMAT_VERSION}; capture again "
+        "into another run.cache"
+    )
+
+
+def open_manifest(folder: Path, verifier: str | None = None) -> Manifest:
+    """Read the manifest and compare it with the files beside it, by presence and size.
+
+    ``verifier`` is the weights_fingerprint of the verifier in use; None compares nothing. Raises
+    ConfigError with both values when it is another, and for a shard that is missing or cut.
+    """
+    manifest = read_manifest(folder)
+    if verifier is not None and manifest.verifier != verifier:
+        raise ConfigError(
+            f"{manifest_file(folder)}: verifier={manifest.verifier} ({manifest.verifier_path}) "
+            f"must be {verifier}, the verifier in use; capture its own states with data.capture"
+        )
+    for entry in manifest.shards:
+        path = shard_folder(folder) / entry.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.bytes:
+            found = "missing" if size is None else f"{size} bytes"
+            raise ConfigError(
+                f"{path}: {found}, must be {entry.bytes} bytes; run data.capture, which writes "
+                "this shard again"
+            )
+    return manifest
+
+
+def verify(folder: Path) -> None:
+    """Read every shard, compare its checksum. Raises ConfigError naming the first damaged one."""
+    manifest = open_manifest(folder)
+    entries = progress(manifest.shards, len(manifest.shards), "verify shards", "shard")
+    for entry in entries:
+        path = shard_folder(folder) / entry.name
+        found = sha256_of(path)
+        if found != entry.sha256:
+            raise ConfigError(
+                f"{path}: sha256 is {found}, must be {entry.sha256}; delete the file and run "
+                "data.capture, which writes this shard again"
+            )
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(READ_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

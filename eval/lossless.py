@@ -1,0 +1,203 @@
+"""Whether speculation changes the output: token by token when greedy, counted when sampled.
+
+    python -m eval.lossless [HEAD_DIR] [--prompts FILE ...] [--count 20] [--new-tokens 64]
+
+compares the two loops of eval/decode.py in fp32 and runs the tables of eval/toy.py. Exit code 1
+when either finds a difference, or when the toy test passes a rule that is known to be wrong.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from conf.compose import load_saved, sentence_on_error
+from conf.runtime import cache_dir, progress, say
+from conf.schema import ConfigError, RunSection
+from data.distributed import pick_device
+from data.records import Turn
+from eval.decode import DecodeSettings, Generation, decode_plain, decode_speculative
+from eval.prompts import encode_turns, read_prompts, take
+from eval.toy import CASES, ToyResult, run_toy
+from models.draft_file import CONFIG, load_draft
+from models.eagle3 import Eagle3Draft
+from models.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the two loops part for the first time on one prompt."""
+
+    prompt: int  # index of the prompt
+    position: int  # index among the emitted tokens
+    plain: int | None  # the token there; None: this loop had ended
+    speculative: int | None
+    gap: float  # between the verifier's two highest logits there: near 0 it is a tie of rounding
+
+
+@dataclass(frozen=True)
+class LosslessReport:
+    checked: int
+    identical: int
+    differences: list[Difference]
+
+    @property
+    def passed(self) -> bool:
+        return self.checked == self.identical
+
+
+def check_greedy(
+    verifier: Verifier, draft: Eagle3Draft, prompts: list[list[int]], settings: DecodeSettings
+) -> LosslessReport:
+    """Decode every prompt (token ids) with and without ``draft`` and compare the tokens.
+
+    Meant for fp32: in bf16 several tokens at once round differently from one, and ties part.
+    """
+    differences: list[Difference] = []
+    for index, ids in enumerate(progress(prompts, len(prompts), "lossless", "prompt")):
+        plain = decode_plain(verifier, ids, settings)
+        speculative = decode_speculative(verifier, draft, ids, settings)
+        found = compare(verifier, ids, plain, speculative, index)
+        differences += [] if found is None else [found]
+    return LosslessReport(len(prompts), len(prompts) - len(differences), differences)
+
+
+def compare(
+    verifier: Verifier,
+    prompt_ids: list[int],
+    plain: Generation,
+    speculative: Generation,
+    index: int = 0,
+) -> Difference | None:
+    """The first difference of two generations for prompt number ``index``, or None."""
+    ours, theirs = plain.tokens, speculative.tokens
+    if ours == theirs:
+        return None
+    shared = min(len(ours), len(theirs))
+    at = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    return Difference(
+        prompt=index,
+        position=at,
+        plain=ours[at] if at < len(ours) else None,
+        speculative=theirs[at] if at < len(theirs) else None,
+        gap=top_two_gap(verifier, [*prompt_ids, *ours[:at]]),
+    )
+
+
+def top_two_gap(verifier: Verifier, ids: list[int]) -> float:
+    """The verifier's highest logit minus its second after ``ids``, computed without a cache."""
+    states = verifier.states(torch.tensor([ids], device=verifier.device))
+    first, second = verifier.logits_from(states.last[:, -1]).float().topk(2).values[0].tolist()
+    return first - second
+
+
+def newest_head(root: Path) -> Path:
+    """The best/ folder written last under ``root``. Raises ConfigError when there is none."""
+    heads = [path.parent for path in root.glob(f"*/best/{CONFIG}")]
+    if not heads:
+        raise ConfigError(
+            f"{root}: no run with a best/ head in it; train one with bash launch/demo.sh or give "
+            "a HEAD_DIR"
+        )
+    return max(heads, key=lambda head: (head / CONFIG).stat().st_mtime)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    head: Path
+    prompts: list[str]  # files; empty: those of the run
+    count: int
+    new_tokens: int
+
+
+def check_head(request: Request) -> LosslessReport:
+    """Load head and verifier in fp32 and compare the loops on the first ``count`` prompts."""
+    cfg = load_saved(request.head.parent / "config.yaml")
+    device = pick_device(cfg.run.device, 0)
+    prompts = take(read_prompts(request.prompts or cfg.eval.prompts).prompts, request.count)
+    draft = load_draft(request.head, device, torch.float32)
+    verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
+    settings = DecodeSettings(cfg.eval.n_draft, request.new_tokens, verifier.facts.eos_ids)
+    ids = [
+        encode_turns(verifier.tokenizer, first_question(one.turns), cfg.data.template_kwargs)
+        for one in prompts
+    ]
+    return check_greedy(verifier, draft, ids, settings)
+
+
+def first_question(turns: Sequence[Turn]) -> list[Turn]:
+    """A system turn, if any, and the first user turn."""
+    end = next(i for i, turn in enumerate(turns) if turn.role == "user") + 1
+    return list(turns[:end])
+
+
+def describe_greedy(report: LosslessReport) -> list[str]:
+    lines = [f"greedy, fp32: {report.identical} of {report.checked} prompts token-identical"]
+    for found in report.differences:
+        lines.append(
+            f"  prompt {found.prompt}, token {found.position}: plain {found.plain}, speculative "
+            f"{found.speculative}, gap of the top two logits {found.gap:.2e}"
+        )
+    return lines
+
+
+def describe_toy(results: Sequence[ToyResult]) -> list[str]:
+    """A table: one line a case, with what was expected of it."""
+    row = "{:14} {:13} {:18} {:>10} {:>9}  {}"
+    lines = [
+        "sampled, toy tables: chi-square of 1-, 2-, 3-token blocks against exact probabilities",
+        row.format("rule", "sampling", "control", "smallest p", "bound", "result"),
+    ]
+    for result in results:
+        case = result.case
+        sampling = f"T={case.sampling.temperature:g} p={case.sampling.top_p:g}"
+        control = case.control.value if case.control else "-"
+        verdict = "exact" if result.exact else "biased"
+        surprise = "" if result.as_expected else "  UNEXPECTED"
+        p, bound = f"{result.smallest_p:.1e}", f"{result.bound:.1e}"
+        lines.append(row.format(case.rule.value, sampling, control, p, bound, verdict + surprise))
+    return lines
+
+
+def parse(argv: list[str] | None) -> Request:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.lossless",
+        description="Compare speculative with plain decoding (greedy, fp32), and test the "
+        "sampling rules by counting. Exit code 1 when something differs.",
+    )
+    parser.add_argument(
+        "head", nargs="?", type=Path, metavar="HEAD_DIR", help="default: best/ of the newest run"
+    )
+    parser.add_argument(
+        "--prompts", nargs="+", default=[], metavar="FILE", help="default: those of the run"
+    )
+    parser.add_argument("--count", type=int, default=20, help="prompts to compare")
+    parser.add_argument("--new-tokens", type=int, default=64, help="limit of one answer")
+    words = parser.parse_args(argv)
+    for name in ("count", "new_tokens"):
+        if getattr(words, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}={getattr(words, name)}: must be 1 or more")
+    head = words.head or newest_head(Path(RunSection().root))
+    return Request(head, words.prompts, words.count, words.new_tokens)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print both tests; 0 when all is as it should be."""
+    request = parse(argv)
+    say(f"head: {request.head}")
+    greedy = check_head(request)
+    for line in describe_greedy(greedy):
+        say(line)
+    results = [run_toy(case) for case in progress(CASES, len(CASES), "toy tables", "case")]
+    for line in describe_toy(results):
+        say(line)
+    return 0 if greedy.passed and all(result.as_expected for result in results) else 1
+
+
+if __name__ == "__main__":
+    with sentence_on_error():
+        raise SystemExit(main())

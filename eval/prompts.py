@@ -1,0 +1,147 @@
+"""Evaluation prompts: which are read, which are taken, and how they become token ids."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from conf.schema import ConfigError
+from data.records import Skipped, Turn
+
+ROLES = {"human": "user", "user": "user", "system": "system"}
+ANSWERS = ("gpt", "assistant")  # left out: the verifier answers for itself
+SEEN = {"seen_pattern": True, "unseen_pattern": False}
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """The user's side of one conversation; every user turn is answered and measured."""
+
+    id: str
+    task: str
+    seen: bool | None  # the pattern occurs in the training prompts; None: the file does not say
+    turns: tuple[Turn, ...]  # an optional system turn, then user turns
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    prompts: list[EvalPrompt]
+    skipped: Skipped
+
+
+class BadRow(ValueError):
+    """Why one line of a prompt file is not a prompt."""
+
+
+def read_prompts(paths: list[str]) -> PromptSet:
+    """Read prompt files in the given order. Raises ConfigError when a file yields no prompt.
+
+    A line is ``{"id", "task", "split"?, "conversations" | "messages": [...]}`` or, as Spec-Bench
+    and MT-Bench have it, ``{"question_id", "category", "turns": [...]}``. A bad line is skipped
+    and counted by its reason.
+    """
+    prompts: list[EvalPrompt] = []
+    reasons: dict[str, int] = {}
+    rows = 0
+    for path in paths:
+        found = 0
+        for number, line in enumerate(read_lines(Path(path)), 1):
+            if not line.strip():
+                continue
+            rows += 1
+            try:
+                prompts.append(parse_prompt(line, f"{Path(path).stem}-{number}"))
+                found += 1
+            except BadRow as reason:
+                reasons[str(reason)] = reasons.get(str(reason), 0) + 1
+        if not found:
+            why = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
+            raise ConfigError(
+                f"eval.prompts={path}: holds no usable prompt: {why or 'the file is empty'}; give "
+                'one JSON object a line, for example {"id": "a", "task": "qa", "turns": ["..."]}'
+            )
+    return PromptSet(prompts, Skipped(rows, len(prompts), reasons))
+
+
+def read_lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ConfigError(f"eval.prompts={path}: no such file; give a .jsonl file of prompts")
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"eval.prompts={path}: not UTF-8 at byte {error.start}; convert the file to UTF-8"
+        ) from error
+
+
+def parse_prompt(line: str, fallback_id: str) -> EvalPrompt:
+    """One line to one prompt; raises BadRow with a reason that can be counted."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadRow("not JSON") from error
+    if not isinstance(row, dict):
+        raise BadRow("not a JSON object")
+    turns = parse_turns(row)
+    if not any(turn.role == "user" for turn in turns):
+        raise BadRow("no user turn")
+    split = row.get("split")
+    if split is not None and str(split) not in SEEN:
+        raise BadRow(f"split {split!r} is neither seen_pattern nor unseen_pattern")
+    return EvalPrompt(
+        id=str(row.get("id", row.get("question_id", fallback_id))),
+        task=str(row.get("task") or row.get("category") or "prompts"),
+        seen=None if split is None else SEEN[split],
+        turns=tuple(turns),
+    )
+
+
+def parse_turns(row: dict[str, Any]) -> list[Turn]:
+    for key in ("conversations", "messages", "turns"):
+        if isinstance(row.get(key), list):
+            return [turn for entry in row[key] if (turn := parse_turn(entry)) is not None]
+    raise BadRow("none of conversations, messages, turns is a list")
+
+
+def parse_turn(entry: Any) -> Turn | None:
+    """A turn to feed, or None for an answer someone else gave."""
+    if isinstance(entry, str):
+        entry = {"role": "user", "content": entry}
+    if not isinstance(entry, dict):
+        raise BadRow("a turn is neither text nor an object")
+    role = entry.get("role", entry.get("from"))
+    content = entry.get("content", entry.get("value"))
+    if role in ANSWERS:
+        return None
+    if str(role) not in ROLES:
+        raise BadRow(f"role {role!r} is none of system, user, assistant")
+    if not isinstance(content, str) or not content.strip():
+        raise BadRow("a turn without text")
+    return Turn(ROLES[str(role)], content)
+
+
+def take(prompts: list[EvalPrompt], count: int | None) -> list[EvalPrompt]:
+    """The first ``count`` prompts, one of each task in turn, so that no task crowds out another.
+
+    The order depends on the files alone: a larger count extends a smaller one.
+    """
+    queues: dict[str, list[EvalPrompt]] = {}
+    for prompt in prompts:
+        queues.setdefault(prompt.task, []).append(prompt)
+    deepest = max((len(queue) for queue in queues.values()), default=0)
+    rounds = [[q[i] for q in queues.values() if i < len(q)] for i in range(deepest)]
+    ordered = [prompt for one_round in rounds for prompt in one_round]
+    return ordered if count is None else ordered[:count]
+
+
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, turns: list[Turn], template_kwargs: dict[str, Any]
+) -> list[int]:
+    """Token ids of a conversation in the verifier's own template, up to where it must answer."""
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+    )
+    return tokenizer(str(text), add_special_tokens=False)["input_ids"]

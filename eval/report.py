@@ -1,0 +1,157 @@
+"""The evaluation's figures: one dataclass whose fields are the keys of report.json."""
+
+import json
+import math
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from conf.runtime import plain
+from conf.schema import EvalSection
+from eval.acceptance import Counters, Interval
+from eval.speed import Baselines, SpeedAtN
+
+UNSEEN = "unseen_patterns"  # their entry in ``tasks``
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """Token identity with plain greedy decoding, in float32."""
+
+    checked: int  # prompts; 0 when answers are sampled
+    identical: int
+    differing: list["Differing"]
+    note: str
+
+
+@dataclass(frozen=True)
+class Differing:
+    prompt: str  # its id
+    position: int  # index of the first token that differs
+    gap: float  # between the verifier's two highest logits there: near 0 it is a tie of rounding
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What an n-gram table of the training answers reaches on the same text."""
+
+    order: int
+    tau: float
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class GroupFigures:
+    """Acceptance of the prompts of one task, or of the patterns never seen in training."""
+
+    prompts: int
+    tau: float
+    tau_interval: Interval
+    alpha: float
+    alpha_interval: Interval
+    alpha_by_depth: list[float]
+    survival_by_depth: list[float]
+    alpha_tv: float
+    ngram_floor_tau: float
+    lossless: Lossless
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class RangeFigures:
+    """Rounds whose first draft stands at these generated positions; tokens before any cut."""
+
+    positions: str
+    tau: float
+    alpha: float
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """95 %, percentile bootstrap over prompts."""
+
+    tau: Interval
+    alpha: Interval
+    alpha_by_depth: list[Interval]
+    survival_by_depth: list[Interval]
+    speedup_decode: Interval
+    speedup_end_to_end: Interval
+    speedup_vs_generate: Interval
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    eval: EvalSection
+    run: str
+    verifier: str
+    draft: str
+    aux_layers: list[int]
+    accept_rule: str
+    counters_dtype: str
+    device: str
+    threads: int
+    attention: str  # of the library's layers, in all loops compared
+    best_n: int  # the chain length of the top level's speed figures
+
+
+@dataclass(frozen=True)
+class DataOrigin:
+    """Which prompts were measured, and what the head and the n-gram floor had seen."""
+
+    prompt_files: list[str]
+    prompts_read: int
+    prompts_skipped: dict[str, int]  # by reason
+    training_files: list[str]
+    training_samples: int
+    held_out_samples: int
+    longest_training_sample: int  # tokens
+    held_out_tau: float | None  # by the walk over held-out answers, when the head was chosen
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Fields are the keys of report.json. Top level: prompts not marked as unseen patterns."""
+
+    tau: float
+    alpha: float
+    alpha_by_depth: list[float]
+    survival_by_depth: list[float]
+    alpha_tv: float
+    tau_if_independent: float  # (1 - alpha**(n+1)) / (1 - alpha): an estimate, beside the measured
+    ngram_floor: Floor
+    c: float
+    speedup_decode: float
+    speedup_end_to_end: float
+    speedup_vs_generate: float
+    predicted_speedup: float
+    by_n: dict[int, SpeedAtN]
+    baselines: Baselines
+    lossless: Lossless
+    counters: Counters
+    intervals: Intervals
+    tasks: dict[str, GroupFigures]
+    position_ranges: list[RangeFigures]
+    prompts: int
+    settings: EvalSettings
+    data: DataOrigin
+    provenance: dict[str, Any]
+    warnings: list[str]
+
+
+def to_json(report: EvalReport) -> str:
+    """Intervals become [low, high]; what could not be measured (0 of 0) becomes null."""
+    return json.dumps(jsonable(report), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def jsonable(value: Any) -> Any:
+    if isinstance(value, Interval):
+        return [jsonable(value.low), jsonable(value.high)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: jsonable(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return plain(value)

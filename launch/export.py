@@ -1,0 +1,95 @@
+"""Entry: turn a trained head into a folder that an engine serves, or check such a folder.
+
+python -m launch.export runs/demo/best --to vllm
+python -m launch.export --check runs/demo/export/vllm
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from conf.compose import load_saved, sentence_on_error
+from conf.runtime import say
+from conf.schema import ConfigError, ExportFormat, Precision, RunConfig
+from data.prepare import find_prepared
+from models.export.card import DataFacts
+from models.export.vllm import export_head
+from models.export.vllm_check import check, holds_embedding
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence, like those of the stages."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; --help shows the options\n")
+
+
+def parser() -> Parser:
+    words = Parser(prog="python -m launch.export", description="Export a draft head, or check one.")
+    words.add_argument("head", nargs="?", type=Path, help="a trained head: runs/NAME/best")
+    formats = [kind.value for kind in ExportFormat]
+    words.add_argument("--to", nargs="+", choices=formats, default=formats, help="engine formats")
+    words.add_argument("--out", type=Path, help="folder to write; default runs/NAME/export/FORMAT")
+    words.add_argument(
+        "--dtype",
+        choices=[kind.value for kind in Precision],
+        default=Precision.bfloat16.value,
+        help="precision of the written weights (default: %(default)s)",
+    )
+    words.add_argument("--check", type=Path, metavar="DIR", help="judge an exported folder instead")
+    words.add_argument(
+        "--verifier", type=Path, metavar="DIR", help="with --check: also compare with this verifier"
+    )
+    return words
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or 1 when --check finds something. Bad input ends with one sentence and 2."""
+    words = parser()
+    chosen = words.parse_args(argv)
+    if (chosen.head is None) == (chosen.check is None):
+        words.error("give the folder of a head to export, or --check and an exported folder")
+    with sentence_on_error():
+        if chosen.check is not None:
+            return judge(chosen.check, chosen.verifier)
+        for kind in chosen.to:
+            export_one(chosen.head, ExportFormat(kind), chosen.out, Precision(chosen.dtype))
+    return 0
+
+
+def judge(folder: Path, verifier: Path | None) -> int:
+    if not folder.is_dir():
+        raise ConfigError(f"--check {folder}: no such folder; give one that launch.export wrote")
+    findings = check(folder, verifier)
+    for finding in findings:
+        say(finding)
+    if not findings:
+        say(f"{folder}: nothing found")
+        if verifier is None and holds_embedding(folder):
+            say("its embedding was not compared: --verifier DIR names the verifier's folder")
+    return 1 if findings else 0
+
+
+def export_one(head: Path, kind: ExportFormat, out: Path | None, dtype: Precision) -> None:
+    """Export ``head`` for one engine, with what its run's folder tells about it."""
+    if not head.is_dir():
+        raise ConfigError(f"{head}: no such folder; give a best/ folder written by training")
+    cfg = load_saved(head.parent / "config.yaml")
+    folder = out or head.parent / "export" / kind.value
+    export_head(cfg, head, folder, data_facts(cfg), dtype)
+
+
+def data_facts(cfg: RunConfig) -> DataFacts | None:
+    """What the head was trained on, if the prepared data is still there."""
+    try:
+        prepared = find_prepared(cfg)
+    except ConfigError as error:
+        say(f"the card will not say how much data it was: {error}")
+        return None
+    training = [sample for sample in prepared.samples if not sample.held_out]
+    return DataFacts(", ".join(cfg.data.path), len(training), int(prepared.token_counts.sum()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

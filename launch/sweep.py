@@ -1,0 +1,144 @@
+"""A sweep: one training a point, each in a torchrun of its own, then one table and one plot.
+
+Several trainings inside one torchrun deadlock in the second ``init_process_group`` (a PyTorch
+limit), so Hydra's multirun stays outside, in a process that joins no process group.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.compose import FOLDER, completed, load_config, one_sentence, sentence_on_error
+from conf.runtime import say
+from conf.schema import ConfigError, Device, RunConfig
+from launch.sweep_points import SHARED_STAGES, SweepPlan, SweepPoint, make_cache, train
+
+OURS = ("sweep", "stages", "run.name")  # the sweep sets them for each point
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 1 when a point failed. Raises ConfigError for bad input."""
+    options = read_options(sys.argv[1:] if argv is None else argv)
+    plan = make_plan(options.overrides, options.nproc_per_node)
+    say(f"sweep {plan.name} over {', '.join(plan.swept)}: results go to {plan.folder}")
+    code = make_cache(plan)
+    if code:
+        say(f"making the shared cache failed with exit code {code}; no point was started")
+        return 1
+    points = launch(plan)
+    from launch.sweep_table import SweepResult, write_results  # torch: bad input need not wait
+
+    write_results(plan.folder, SweepResult(plan.name, plan.fixed, plan.swept, points))
+    return 1 if any(point.failure for point in points) else 0
+
+
+def read_options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.sweep", description="Train every point of a sweep and compare them."
+    )
+    parser.add_argument(
+        "--nproc-per-node", type=int, help="ranks of one training; default: one a GPU, else one"
+    )
+    parser.add_argument("overrides", nargs="*", help="sweep=NAME and any override of the job")
+    return parser.parse_args(argv)
+
+
+def make_plan(overrides: list[str], processes: int | None) -> SweepPlan:
+    """Split the overrides into fixed and swept ones. Raises ConfigError for bad input."""
+    words = [completed(word) for word in overrides]
+    try:
+        given = parse(words)
+        single = [str(o.input_line) for o in given if not o.is_sweep_override()]
+        with initialize_config_dir(str(FOLDER), version_base=None):
+            composed = compose("config", single, return_hydra_config=True)
+        choice = composed.hydra.runtime.choices.get("sweep")
+        params = composed.hydra.sweeper.get("params") or {}
+        defaults = parse([f"{knob}={value}" for knob, value in params.items()])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(one_sentence(error, words)) from error
+    last = {o.get_key_element(): o for o in [*defaults, *given]}  # the command line comes last
+    swept = [knob for knob, override in last.items() if override.is_sweep_override()]
+    refuse(choice, swept, last)
+    outer = (*swept, *OURS)
+    fixed = [
+        str(o.input_line)
+        for knob, o in last.items()
+        if knob not in outer and not knob.startswith("hydra")
+    ]
+    cfg = load_config([*fixed, SHARED_STAGES])  # a broken rule ends here, before any training
+    name = composed.run.name if "run.name" in last else choice
+    ranks = processes or default_processes(cfg)
+    return SweepPlan(name, Path(cfg.run.root), fixed, swept, words, ranks)
+
+
+def parse(words: list[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(words)
+
+
+def refuse(choice: str | None, swept: list[str], last: dict[str, Override]) -> None:
+    """Raise ConfigError for a command line that is no sweep."""
+    if choice is None:
+        names = sorted(file.stem for file in (FOLDER / "sweep").glob("*.yaml"))
+        raise ConfigError(
+            f"sweep=null: choose one of {', '.join(names)}, as in "
+            f"python -m launch.sweep sweep={names[0]}"
+        )
+    if not swept:
+        raise ConfigError(
+            f"sweep={choice}: every knob has one value; give one several, as in ttt.depth=1,3"
+        )
+    if "stages" in last:
+        raise ConfigError(
+            f"{last['stages'].input_line}: a sweep runs prepare, capture and train; remove it and "
+            "evaluate a point with python -m eval.main run.name=SWEEP/POINT"
+        )
+    if "run.name" in swept:
+        raise ConfigError("run.name: names the sweep's folder and takes one value; give one")
+
+
+def default_processes(cfg: RunConfig) -> int:
+    if cfg.run.device is Device.cpu:
+        return 1
+    import torch  # seconds; bad input must not wait for it
+
+    return max(1, torch.cuda.device_count())
+
+
+def launch(plan: SweepPlan) -> list[SweepPoint]:
+    """Let Hydra's sweeper and launcher go through the points; a failed one stops no other."""
+
+    def train_point(_cfg: DictConfig) -> SweepPoint:
+        hydra = HydraConfig.get()
+        swept = [word for word in hydra.overrides.task if word.partition("=")[0] in plan.swept]
+        say(f"\npoint {hydra.job.num + 1}: {' '.join(swept)}")
+        return train(plan, swept)
+
+    quiet = [
+        f"hydra.sweep.dir='{plan.folder}'",
+        "hydra.sweep.subdir=.",  # a training makes its own folder
+        "hydra.output_subdir=null",
+        "hydra/hydra_logging=none",
+        "hydra/job_logging=none",
+    ]
+    try:
+        with initialize_config_dir(str(FOLDER), version_base=None):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            batches = hydra.multirun("config", train_point, [*plan.words, *quiet])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(one_sentence(error, plan.words)) from error
+    return [job.return_value for batch in batches for job in batch]
+
+
+if __name__ == "__main__":
+    with sentence_on_error():
+        sys.exit(main())

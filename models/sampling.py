@@ -1,0 +1,103 @@
+"""From logits to the distribution that is sampled, and draws from it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HEAD = 256  # sorted first for top-p: sorting a whole vocabulary a row costs more than the forward
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature, then the filters in the library's order: top-k, top-p, min-p."""
+
+    temperature: float = 0.0  # 0: greedy, the filters are ignored
+    top_k: int = 0  # keep the k likeliest tokens and ties with the last; 0: off
+    top_p: float = 1.0  # keep the fewest likeliest tokens that hold this mass; 1: off
+    min_p: float = 0.0  # keep tokens of at least this share of the likeliest one's; 0: off
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value outside its range."""
+        checks = (
+            ("temperature", 0 <= self.temperature < float("inf"), "at least 0; 0 is greedy"),
+            ("top_k", self.top_k >= 0, "at least 0; 0 is off"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1; 1 is off"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1; 0 is off"),
+        )
+        for name, fine, rule in checks:
+            if not fine:
+                raise ValueError(f"{name}={getattr(self, name)}: must be {rule}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[..., V] logits -> [..., V] float32 distribution after temperature and filters, sum 1.
+
+    Tokens at -inf or NaN have probability 0; of several at +inf each has the same. Temperature 0
+    is the one-hot of the first largest logit. Raises ValueError when a row has no usable token.
+    """
+    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+    wide = wide.masked_fill(wide.isnan(), -torch.inf)
+    top = wide.amax(dim=-1, keepdim=True)
+    if bool((top == -torch.inf).any()):
+        raise ValueError("logits: a row is -inf or NaN throughout, so there is nothing to choose")
+    if sampling.greedy:
+        return torch.zeros_like(wide, dtype=torch.float32).scatter_(
+            -1, wide.argmax(dim=-1, keepdim=True), 1.0
+        )
+    shifted = torch.where(wide == top, 0.0, wide - top)  # inf - inf is NaN, and those are the top
+    scores = shifted / sampling.temperature
+    if sampling.top_k and sampling.top_k < scores.shape[-1]:
+        smallest = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < smallest, -torch.inf)
+    probs = scores.softmax(dim=-1)
+    if sampling.top_p < 1:
+        probs = _nucleus(probs, sampling.top_p)
+    if sampling.min_p:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    return (probs / probs.sum(dim=-1, keepdim=True)).float()
+
+
+def _nucleus(probs: Tensor, mass: float) -> Tensor:
+    """Zero all but the fewest likeliest tokens that together hold at least ``mass``.
+
+    The token that crosses the border stays, so one always does; equal tokens enter by sort order.
+    """
+    rows = probs.reshape(-1, probs.shape[-1])  # [N, V]
+    values, ids = rows.topk(min(HEAD, rows.shape[-1]), dim=-1)  # sorted, largest first
+    kept = torch.zeros_like(rows).scatter_(-1, ids, _up_to(values, mass))
+    flat = values.sum(dim=-1) < mass  # rows whose border lies beyond the head
+    if bool(flat.any()):
+        values, ids = rows[flat].sort(dim=-1, descending=True)
+        kept[flat] = torch.zeros_like(rows[flat]).scatter_(-1, ids, _up_to(values, mass))
+    return kept.view_as(probs)
+
+
+def _up_to(values: Tensor, mass: float) -> Tensor:
+    """Zero those of descending ``values`` before which ``mass`` is already reached."""
+    before = values.cumsum(dim=-1) - values
+    return values.masked_fill(before >= mass, 0.0)
+
+
+def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
+    """[..., V] distributions -> [...] token ids, one uniform number of ``generator`` each."""
+    shape = probs.shape[:-1]
+    uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
+    return draw_at(probs, uniform.to(probs.device))
+
+
+def draw_at(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which each cumulative distribution [..., V] passes ``uniform`` [...] in [0, 1).
+
+    Inverting the distribution, unlike a race of V random numbers, lets rounding of the logits
+    change a draw only where ``uniform`` falls on a border. A token of probability 0 is never drawn.
+    """
+    cumulative = probs.double().cumsum(dim=-1)
+    total = cumulative[..., -1:]
+    below = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniform.double()[..., None] * total, below)  # u*total may round to total
+    return torch.searchsorted(cumulative, target, right=True)[..., 0]

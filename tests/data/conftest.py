@@ -1,0 +1,79 @@
+"""What the tests of the cache share: samples by hand, and a cache written without a verifier."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
+from data.records import PreparedData, Skipped, TokenizedSample
+from data.shards import HiddenStateShard, SampleStates, describe, plan_spans, write_shard
+
+LENGTHS = [5, 9, 33, 12, 7, 64, 21, 18, 40, 11, 6, 27, 50, 14, 8, 30, 19, 23, 10, 16]
+
+
+@pytest.fixture
+def some_samples() -> list[TokenizedSample]:
+    """Twenty samples of 5 to 64 tokens below id 128; every fifth is held out, half are greedy."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for index, length in enumerate(LENGTHS):
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[length // 3 :] = True
+        ids = torch.randint(3, 128, (length,), generator=generator)
+        samples.append(
+            TokenizedSample(f"sample-{index}", ids, mask, index % 2 == 0, index % 5 == 4)
+        )
+    return samples
+
+
+@pytest.fixture
+def prepared(some_samples: list[TokenizedSample], tmp_path: Path) -> PreparedData:
+    counts = torch.zeros(128, dtype=torch.int64)
+    rows = len(some_samples)
+    return PreparedData(tmp_path, "prepared00", some_samples, counts, Skipped(rows, rows))
+
+
+@pytest.fixture
+def write_cache() -> Callable[[Path, list[TokenizedSample]], Path]:
+    return cache_of_random_states
+
+
+def cache_of_random_states(folder: Path, samples: list[TokenizedSample]) -> Path:
+    """A complete cache with width 8 and 3 streams; the states of sample i begin with i."""
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        fingerprint="capture0",
+        verifier="weights0",
+        verifier_path="some/verifier",
+        verifier_dtype="float32",
+        prepared="prepared00",
+        tokenizer="tokenizer0",
+        template="template0",
+        dtype="bfloat16",
+        hidden_size=8,
+        aux_layers=[2, 4, 5],
+    )
+    shard_folder(folder).mkdir(parents=True)
+    lengths = [len(sample.input_ids) for sample in samples]
+    entries = []
+    for span in plan_spans(lengths, 4 * 8 * 2, 6000):
+        chosen = samples[span.first : span.first + span.count]
+        shard = HiddenStateShard.empty(chosen, span.first, manifest)
+        for place, sample in enumerate(chosen):
+            shard.put(place, random_states(span.first + place, len(sample.input_ids)))
+        write_shard(folder, span, shard, manifest.fingerprint)
+        entries.append(describe(folder, span.name))
+    write_manifest(folder, replace(manifest, shards=entries))
+    return folder
+
+
+def random_states(index: int, length: int) -> SampleStates:
+    generator = torch.Generator().manual_seed(index)
+    aux = torch.randn(length, 24, generator=generator).bfloat16()
+    aux[:, 0] = index
+    last = torch.randn(length, 8, generator=generator).bfloat16()
+    argmax = torch.randint(128, (length,), generator=generator)
+    return SampleStates(aux, last, argmax, torch.rand(length, generator=generator))

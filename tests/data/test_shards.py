@@ -1,0 +1,180 @@
+"""Shards and their reader: a round trip, and every way in which files can be wrong."""
+
+import errno
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conf.schema import ConfigError
+from data.manifest import read_manifest, shard_folder, verify
+from data.reader import ShardReader
+from data.records import TokenizedSample
+from data.shards import HiddenStateShard, SampleStates, is_whole, plan_spans
+
+
+@pytest.fixture
+def cache(write_cache, some_samples: list[TokenizedSample], tmp_path: Path) -> Path:
+    return write_cache(tmp_path / "cache", some_samples)
+
+
+def one_shard(cache: Path, number: int = 1) -> Path:
+    return shard_folder(cache) / f"{number:05d}.safetensors"
+
+
+def test_every_sample_comes_back(cache: Path, some_samples: list[TokenizedSample]):
+    reader = ShardReader(cache, verifier="weights0")
+    assert len(reader) == len(some_samples)
+    assert len(list(shard_folder(cache).iterdir())) > 5
+    for index, sample in enumerate(some_samples):
+        cached = reader.read(index)
+        assert cached.sample.id == sample.id
+        assert cached.sample.greedy == sample.greedy == reader.is_greedy(index)
+        assert cached.sample.held_out == sample.held_out
+        assert torch.equal(cached.sample.input_ids, sample.input_ids)
+        assert torch.equal(cached.sample.loss_mask, sample.loss_mask)
+        assert cached.aux.dtype == cached.last.dtype == torch.bfloat16
+        assert cached.aux.shape == (len(sample.input_ids), 24)
+        assert bool((cached.aux[:, 0] == index).all())
+        assert cached.last.shape == (len(sample.input_ids), 8)
+        assert cached.argmax.dtype == torch.int64 and len(cached.argmax) == len(sample.input_ids)
+        assert cached.lse.dtype == torch.float32 and len(cached.lse) == len(sample.input_ids)
+    assert reader.valid_indices == [4, 9, 14, 19]
+    assert sorted(reader.train_indices + reader.valid_indices) == list(range(len(some_samples)))
+    verify(cache)
+
+
+def test_a_shard_is_a_plain_safetensors_file(cache: Path, some_samples: list[TokenizedSample]):
+    tensors = load_file(one_shard(cache, 0))
+    assert tensors["input_ids"].dtype == torch.int32
+    assert tensors["loss_mask"].dtype == torch.uint8
+    assert tensors["offsets"].dtype == torch.int64
+    first = len(some_samples[0].input_ids)
+    assert torch.equal(tensors["input_ids"][:first].long(), some_samples[0].input_ids)
+
+
+def test_spans_cover_all_samples_in_order_and_respect_the_limit():
+    lengths = [10, 300, 5, 5, 5, 200, 40] * 10
+    for limit in (1, 3000, 10_000, 1 << 30):
+        spans = plan_spans(lengths, 20, limit)
+        assert [span.first for span in spans] == [0, *(s.first + s.count for s in spans[:-1])]
+        assert sum(span.count for span in spans) == len(lengths)
+        assert sum(span.tokens for span in spans) == sum(lengths)
+        assert all(span.bytes <= limit or span.count == 1 for span in spans)
+    assert len(plan_spans(lengths, 20, 1 << 30)) >= 16  # small caches are cut finer
+    assert plan_spans([7], 20, 1 << 30)[0].count == 1
+    assert plan_spans([], 20, 1 << 30) == []
+
+
+def test_counts_of_supervised_and_agreeing_tokens(cache: Path):
+    entry = read_manifest(cache).shards[3]
+    tensors = load_file(shard_folder(cache) / entry.name)
+    starts = tensors["offsets"].tolist()
+    agreed = 0
+    for start, end in pairwise(starts):
+        for row in range(start, end - 1):
+            supervised = bool(tensors["loss_mask"][row + 1])
+            agreed += int(supervised and tensors["argmax"][row] == tensors["input_ids"][row + 1])
+    assert entry.supervised == int(tensors["loss_mask"].sum())
+    assert entry.agreed == agreed
+
+
+def test_another_verifier_is_refused_with_both_values(cache: Path):
+    with pytest.raises(ConfigError, match=r"weights0.*must be other"):
+        ShardReader(cache, verifier="other")
+
+
+def test_another_format_is_refused_with_both_values(cache: Path):
+    path = cache / "manifest.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps(found | {"format_version": 99}))
+    with pytest.raises(ConfigError, match=r"format_version=99.* reads 1"):
+        ShardReader(cache)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": 1}', "null"])
+def test_a_damaged_manifest_is_named(cache: Path, text: str):
+    (cache / "manifest.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"manifest\.json: not a manifest"):
+        ShardReader(cache)
+
+
+def test_no_manifest_means_not_complete(cache: Path):
+    (cache / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match="not complete"):
+        ShardReader(cache)
+
+
+def test_a_missing_shard_is_named_at_open(cache: Path):
+    one_shard(cache).unlink()
+    with pytest.raises(ConfigError, match=r"00001\.safetensors: missing"):
+        ShardReader(cache)
+
+
+def test_a_cut_shard_is_named_at_open(cache: Path):
+    size = one_shard(cache).stat().st_size
+    os.truncate(one_shard(cache), size - 3)
+    with pytest.raises(ConfigError, match=rf"{size - 3} bytes, must be {size}"):
+        ShardReader(cache)
+    assert not is_whole(cache, plan_spans([1], 1, 1)[0], "capture0")
+
+
+def test_a_flipped_byte_is_found_by_verify(cache: Path):
+    path = one_shard(cache)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"00001\.safetensors: sha256 is .* must be"):
+        verify(cache)
+
+
+def test_a_torn_header_is_found_at_open(cache: Path):
+    path = one_shard(cache)
+    data = bytearray(path.read_bytes())
+    data[0:4] = b"\xff\xff\xff\xff"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"00001\.safetensors: not a shard"):
+        ShardReader(cache)
+
+
+def test_states_shorter_than_the_ids_are_found_at_open(cache: Path):
+    """The file is in order, its parts do not fit each other: a manifest of one token more."""
+    path = cache / "manifest.json"
+    found = json.loads(path.read_text())
+    found["shards"][1]["tokens"] += 1
+    path.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match=r"00001\.safetensors: .*must be"):
+        ShardReader(cache)
+
+
+def test_swapped_shards_are_found_at_open(cache: Path):
+    """Shards of equal shape under each other's name would pass every check but the order."""
+    path = cache / "manifest.json"
+    found = json.loads(path.read_text())
+    found["shards"][0], found["shards"][1] = found["shards"][1], found["shards"][0]
+    path.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match="missing or doubled"):
+        ShardReader(cache)
+
+
+def test_states_of_another_length_are_refused_with_the_sample(
+    some_samples: list[TokenizedSample], cache: Path
+):
+    shard = HiddenStateShard.empty(some_samples[:2], 0, read_manifest(cache))
+    short = SampleStates(torch.zeros(4, 24), torch.zeros(4, 8), torch.zeros(4), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"sample-0: 4 rows of aux for 5 tokens"):
+        shard.put(0, short)
+
+
+def test_a_failed_write_leaves_nothing(monkeypatch, write_cache, some_samples, tmp_path: Path):
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_cache(tmp_path / "cache", some_samples)
+    assert list(shard_folder(tmp_path / "cache").iterdir()) == []

@@ -1,0 +1,147 @@
+"""The evaluation stage from start to files, on a tiny random verifier and head."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.schema import ConfigError, Device, EvalSection, RunConfig, RunSection, VerifierSection
+from data.prepare import prepare
+from data.records import TokenizedSample
+from eval.decode import DecodeSettings
+from eval.main import evaluate
+from eval.measure import placed, run_exact, training_answers
+from eval.prompts import EvalPrompt, Turn, encode_turns
+from models.draft_file import save_draft
+from models.verifier import Verifier
+
+
+def lines(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def cfg(section: VerifierSection, tmp_path: Path, make_draft) -> RunConfig:
+    """Three seen prompts, one of two turns; two unseen; a head; prepared training answers."""
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text(
+        lines(
+            {"id": "a", "task": "qa", "split": "seen_pattern", "turns": ["hello"]},
+            {"id": "b", "task": "qa", "split": "seen_pattern", "turns": ["good morning"]},
+            {"id": "c", "task": "chat", "turns": ["one", "two"]},
+            {"id": "u", "task": "poem", "split": "unseen_pattern", "turns": ["rose"]},
+            {"id": "v", "task": "poem", "split": "unseen_pattern", "turns": ["oak"]},
+        )
+    )
+    said = [
+        {"id": f"s{i}", "conversations": [user(f"say {i}"), answer(f"I say {i} and more")]}
+        for i in range(20)
+    ]
+    answers.write_text(lines(*said))
+    root, cache = str(tmp_path / "runs"), str(tmp_path / "cache")
+    made = RunConfig(
+        run=RunSection(name="tiny", root=root, cache=cache, device=Device.cpu),
+        verifier=section,
+        eval=EvalSection(
+            prompts=[str(prompts)],
+            speed_prompts=2,
+            max_new_tokens=10,
+            n_draft=3,
+            n_sweep=[1, 2],
+            bootstrap=50,
+        ),
+    )
+    made.data.path = [str(answers)]
+    draft = make_draft()
+    save_draft(tmp_path / "runs" / "tiny" / "best", draft.config, draft.state_dict())
+    prepare(made)
+    return made
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def head_of(cfg: RunConfig) -> Path:
+    return Path(cfg.run.root) / cfg.run.name / "best"
+
+
+def test_report_files(cfg: RunConfig, capsys: pytest.CaptureFixture[str]):
+    report = evaluate(cfg, head_of(cfg))
+    folder = head_of(cfg).parent / "eval"
+    assert {p.name for p in folder.iterdir()} == {
+        *("report.json", "report.md", "acceptance.png", "speed.png")
+    }
+    found = json.loads((folder / "report.json").read_text())
+    assert found["tau"] == report.tau == pytest.approx(1 + sum(found["survival_by_depth"]))
+    assert found["lossless"]["checked"] == found["lossless"]["identical"] == 3
+    assert set(found["tasks"]) == {"qa", "chat", "unseen_patterns"}
+    assert found["tasks"]["unseen_patterns"]["prompts"] == 2
+    assert found["counters"]["tokens"] <= 4 * 10  # four turns
+    assert set(found["by_n"]) == {"1", "2"}
+    assert found["settings"]["best_n"] in (1, 2)
+    assert found["data"]["training_samples"] + found["data"]["held_out_samples"] == 20
+    output = capsys.readouterr().out
+    assert "report.md" in output and "speed-up, decode" in output
+
+
+def test_fewer_prompts_take_a_quarter_of_the_unseen(cfg: RunConfig):
+    fewer = replace(cfg, eval=replace(cfg.eval, max_prompts=2))
+    report = evaluate(fewer, head_of(cfg))
+    assert report.prompts == 2 and report.tasks["unseen_patterns"].prompts == 1
+
+
+def test_sampled_answers_use_exact_rejection(cfg: RunConfig):
+    sampled = replace(cfg, eval=replace(cfg.eval, temperature=1.0, max_prompts=2))
+    report = evaluate(sampled, head_of(cfg))
+    assert report.settings.accept_rule == "rejection"
+    assert report.lossless.checked == 0 and "eval.lossless" in report.lossless.note
+
+
+def test_a_head_that_is_not_there(cfg: RunConfig, tmp_path: Path):
+    with pytest.raises(ConfigError, match="holds no draft"):
+        evaluate(cfg, tmp_path / "nothing")
+
+
+def test_only_unseen_prompts_are_refused(cfg: RunConfig, tmp_path: Path):
+    alone = tmp_path / "unseen.jsonl"
+    alone.write_text(lines({"split": "unseen_pattern", "turns": ["x"]}))
+    with pytest.raises(ConfigError, match=r"eval\.prompts=.*every prompt is marked unseen"):
+        evaluate(replace(cfg, eval=replace(cfg.eval, prompts=[str(alone)])), head_of(cfg))
+
+
+def test_later_turns_follow_the_verifiers_own_answers(verifier: Verifier, make_draft):
+    settings = DecodeSettings(n_draft=2, max_new_tokens=6, eos_ids=[])
+    turns = (Turn("system", "s"), Turn("user", "one"), Turn("user", "two"))
+    prompt = EvalPrompt("p", "t", None, turns)
+    (found,) = run_exact(verifier, make_draft(), [prompt], settings, {}).runs
+    first, second = found.answers
+    own = verifier.tokenizer.decode(first.plain.tokens, skip_special_tokens=True)
+    whole = [*turns[:2], Turn("assistant", str(own)), turns[2]]
+    assert second.prompt_ids == encode_turns(verifier.tokenizer, whole, {})
+    assert found.identical
+    assert len(first.plain.tail) == 2
+    positions = [at for at, _ in placed(first.speculative.rounds)]
+    assert positions[0] == 1 and positions == sorted(set(positions))
+
+
+def test_a_prompt_without_room_is_counted(verifier: Verifier, make_draft):
+    settings = DecodeSettings(n_draft=2, max_new_tokens=6, eos_ids=[])
+    long = EvalPrompt("p", "t", None, (Turn("user", "x" * 3000), Turn("user", "y")))
+    exact = run_exact(verifier, make_draft(), [long], settings, {})
+    assert exact.runs == [] and sum(exact.skipped.values()) == 2
+
+
+def test_training_answers_are_the_supervised_spans_of_the_training_split():
+    ids = torch.arange(8)
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1]).bool()
+    kept = TokenizedSample("a", ids, mask, True, held_out=False)
+    held = TokenizedSample("b", ids, mask, True, held_out=True)
+    assert training_answers([kept, held]) == [[1, 2], [5], [7]]

@@ -1,0 +1,168 @@
+"""Exact rules pass the counting test, wrong ones fail it, and the command says so."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.compose import to_yaml
+from conf.schema import Precision, RunConfig, RunSection, VerifierSection
+from eval import lossless
+from eval.decode import DecodeSettings, decode_plain, decode_speculative
+from eval.lossless import check_greedy, compare, newest_head
+from eval.toy import (
+    CASES,
+    ERROR_RATE,
+    ToyCase,
+    block_p_values,
+    chi_square_p,
+    exact_blocks,
+    make_tables,
+    run_toy,
+)
+from models.draft_file import save_draft
+from models.sampling import Sampling
+from models.verifier import Verifier
+
+PROMPTS = [[1, 40, 41, 42], [7], [3, 3, 60, 61, 62]]
+SETTINGS = DecodeSettings(n_draft=3, max_new_tokens=12, eos_ids=[])
+EXACT = [case for case in CASES if case.control is None]
+CONTROLS = [case for case in CASES if case.control is not None]
+
+
+def name_of(case: ToyCase) -> str:
+    return f"{case.rule.value}-{case.sampling.temperature}-{case.control}"
+
+
+@pytest.mark.parametrize("case", EXACT, ids=name_of)
+def test_exact_rules_pass(case: ToyCase):
+    result = run_toy(case)
+    assert result.exact and result.as_expected, result
+    assert result.bound == pytest.approx(ERROR_RATE / 15)
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=name_of)
+def test_wrong_rules_fail_with_every_pair_of_tables(case: ToyCase):
+    for seed in range(3):
+        assert min(block_p_values(case, seed, 50_000)) < ERROR_RATE / 15, seed
+    assert run_toy(case, seeds=1, sequences=5000).as_expected
+
+
+def test_chi_square_agrees_with_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    expected = torch.tensor([50.0, 30.0, 20.0], dtype=torch.float64)
+    counts = torch.tensor([60.0, 25.0, 15.0], dtype=torch.float64)
+    reference = stats.chisquare(counts.numpy(), expected.numpy()).pvalue
+    assert chi_square_p(counts, expected) == pytest.approx(reference, rel=1e-9)
+
+
+def test_chi_square_pools_rare_cells_and_refuses_impossible_ones():
+    expected = torch.tensor([90.0, 4.0, 3.0, 3.0, 0.0], dtype=torch.float64)
+    pooled = chi_square_p(torch.tensor([88.0, 12.0, 0, 0, 0]), expected)
+    assert pooled == pytest.approx(
+        chi_square_p(torch.tensor([88.0, 12.0]), torch.tensor([90.0, 10.0]).double())
+    )
+    assert chi_square_p(torch.tensor([89.0, 4, 3, 3, 1]), expected) == 0.0
+
+
+def test_p_values_of_a_direct_draw_are_uniform():
+    """The test's own size: a sampler that is right by definition fails 5 % of the time at 5 %."""
+    table, _ = make_tables(0)
+    exact = exact_blocks(table, Sampling(temperature=1.0))[2].flatten()
+    generator = torch.Generator().manual_seed(0)
+    low = 0
+    for _ in range(300):
+        drawn = torch.multinomial(exact, 20_000, replacement=True, generator=generator)
+        counts = torch.bincount(drawn, minlength=len(exact)).double()
+        low += chi_square_p(counts, exact * 20_000) < 0.05
+    assert 4 <= low <= 30  # 15 expected; both bounds are three standard deviations or more away
+
+
+def test_exact_blocks_are_distributions():
+    table, _ = make_tables(3)
+    one, two, three = exact_blocks(table, Sampling(temperature=0.7, top_p=0.9))
+    torch.testing.assert_close(two.sum(-1), one, atol=1e-6, rtol=0)
+    torch.testing.assert_close(three.sum(-1), two, atol=1e-6, rtol=0)
+    assert float(one.sum()) == pytest.approx(1, abs=1e-6)
+
+
+def test_greedy_check_counts_identical_prompts(verifier: Verifier, make_draft):
+    report = check_greedy(verifier, make_draft(), PROMPTS, SETTINGS)
+    assert (report.checked, report.identical, report.differences) == (3, 3, [])
+    assert report.passed
+
+
+def test_a_difference_is_located_with_its_gap(verifier: Verifier, make_draft):
+    plain = decode_plain(verifier, PROMPTS[0], SETTINGS)
+    wrong = [*plain.tokens[:5], 99, *plain.tokens[6:]]
+    found = compare(verifier, PROMPTS[0], plain, replace(plain, tokens=wrong), index=2)
+    assert found is not None
+    assert (found.prompt, found.position, found.plain) == (2, 5, plain.tokens[5])
+    assert found.speculative == 99
+    text = torch.tensor([[*PROMPTS[0], *plain.tokens[:5]]])
+    logits = verifier.logits_from(verifier.states(text).last[0, -1])
+    top = logits.topk(2).values
+    assert found.gap == pytest.approx(float(top[0] - top[1]), abs=1e-5)
+    short = compare(verifier, PROMPTS[0], plain, replace(plain, tokens=plain.tokens[:4]))
+    assert short is not None and (short.position, short.speculative) == (4, None)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, tiny_verifier: Path, make_draft, monkeypatch) -> Path:
+    """runs/one/ with a config, a head and a prompt file; the working directory is its parent."""
+    monkeypatch.chdir(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": str(i), "task": "t", "turns": [f"Say {i}", "And?"]} for i in range(3)]
+    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    cfg = RunConfig(
+        run=RunSection(name="one", cache=str(tmp_path / "cache")),
+        verifier=VerifierSection(path=str(tiny_verifier), dtype=Precision.float32),
+    )
+    cfg.eval.prompts = [str(prompts)]
+    folder = tmp_path / "runs" / "one"
+    draft = make_draft(vocab_size=60)
+    save_draft(folder / "best", draft.config, draft.state_dict())
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    return folder
+
+
+@pytest.fixture
+def one_toy_case(monkeypatch):
+    monkeypatch.setattr(lossless, "CASES", (CASES[0], CASES[-1]))
+    monkeypatch.setattr(lossless, "run_toy", lambda case: run_toy(case, seeds=1, sequences=5000))
+
+
+def test_command_takes_the_newest_run(run_folder: Path, one_toy_case, capsys):
+    assert newest_head(Path("runs")) == Path("runs/one/best")
+    assert lossless.main(["--count", "2", "--new-tokens", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 2 prompts token-identical" in printed
+    assert "exact" in printed and "biased" in printed and "UNEXPECTED" not in printed
+
+
+def test_command_fails_on_a_difference(run_folder: Path, one_toy_case, capsys, monkeypatch):
+    def off_by_one(*args):
+        output = decode_speculative(*args)
+        return replace(output, tokens=[*output.tokens[:-1], output.tokens[-1] ^ 1])
+
+    monkeypatch.setattr(lossless, "decode_speculative", off_by_one)
+    prompts = str(run_folder.parent.parent / "prompts.jsonl")
+    arguments = [str(run_folder / "best"), "--prompts", prompts, "--new-tokens", "6"]
+    assert lossless.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "0 of 3 prompts token-identical" in printed and "token 5" in printed
+
+
+def test_command_fails_when_a_control_passes(run_folder: Path, one_toy_case, capsys, monkeypatch):
+    monkeypatch.setattr(lossless, "run_toy", lambda case: run_toy(case, seeds=1, sequences=20))
+    assert lossless.main(["--count", "1", "--new-tokens", "2"]) == 1
+    assert "UNEXPECTED" in capsys.readouterr().out
+
+
+def test_command_without_a_run_names_the_way_out(run_folder: Path):
+    shutil.rmtree(run_folder)
+    with pytest.raises(ValueError, match="no run with a best/ head"):
+        lossless.main([])

@@ -1,0 +1,82 @@
+"""A head that went out and came back is the same head."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conf.schema import ConfigError
+from models.attention import DraftCache
+from models.export.read import read_head
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def run(draft, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    aux = torch.randn(1, 9, 144, generator=generator)
+    tokens = torch.randint(0, 128, (1, 9), generator=generator)
+    output = draft(tokens, draft.fuse(aux), torch.arange(9)[None], DraftCache(9))
+    return torch.cat([draft.logits(output.normed).flatten(), output.hidden.flatten()])
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_round_trip_keeps_every_flag_and_every_bit(make_head, export_head, number):
+    flags = {flag: bool(number >> i & 1) for i, flag in enumerate(FLAGS)}
+    draft = make_head(**flags)
+    back = read_head(export_head(draft), draft.embed_tokens.weight)
+    assert back.config == draft.config
+    assert {flag: getattr(back.config, flag) for flag in FLAGS} == flags
+    theirs = draft.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in back.state_dict().items())
+    assert torch.equal(run(back), run(draft))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft_vocab_size": 128},
+        {"aux_layers": [3, 6]},
+        {
+            "rope": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 256,
+            }
+        },
+        # the widths of Gemma-3-270M
+        {"hidden_size": 640, "head_dim": 256, "num_heads": 4, "num_kv_heads": 1},
+    ],
+    ids=["full vocabulary", "two aux layers", "llama3 rope", "wide heads"],
+)
+def test_round_trip_of_other_shapes(make_head, export_head, changes):
+    draft = make_head(**changes)
+    back = read_head(export_head(draft), draft.embed_tokens.weight)
+    assert back.config == draft.config
+    ids = torch.arange(draft.config.draft_vocab_size)
+    if draft.config.draft_vocab_size < 128:
+        assert torch.equal(back.to_target_ids(ids), draft.to_target_ids(ids))
+    else:
+        assert torch.equal(back.to_target_ids(ids), ids)
+    assert torch.equal(back.lm_head.weight, draft.lm_head.weight)
+
+
+def test_the_other_spelling_is_read(make_head, export_head):
+    draft = make_head()
+    path = export_head(draft) / "model.safetensors"
+    renamed = {name.replace("midlayer.", "layers.0."): t for name, t in load_file(path).items()}
+    save_file(renamed, path, metadata={"format": "pt"})
+    back = read_head(path.parent, draft.embed_tokens.weight)
+    assert torch.equal(run(back), run(draft))
+
+
+def test_without_an_embedding_or_with_findings_it_refuses(make_head, export_head):
+    folder = export_head(make_head())
+    with pytest.raises(ConfigError, match="holds no embedding"):
+        read_head(folder)
+    path = folder / "model.safetensors"
+    save_file({k: t for k, t in load_file(path).items() if k != "fc.weight"}, path)
+    with pytest.raises(ConfigError, match=r"metadata.*2 findings"):
+        read_head(folder)

@@ -1,0 +1,132 @@
+"""Filters by hand, their edges, and draws against the exact distribution."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from models.sampling import HEAD, Sampling, draw, draw_at, probabilities
+
+INF = math.inf
+HALVES = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+
+
+def dist(logits: Tensor | list[float], **filters: float) -> list[float]:
+    settings = {"temperature": 1.0, **filters}
+    probs = probabilities(torch.as_tensor(logits), Sampling(**settings))  # pyright: ignore
+    assert probs.dtype == torch.float32
+    return [round(p, 6) for p in probs.tolist()]
+
+
+def test_greedy_is_one_hot_and_ignores_filters():
+    assert dist([1.0, 3.0, 3.0, 2.0], temperature=0.0, top_k=2, min_p=0.9) == [0, 1, 0, 0]
+
+
+def test_temperature():
+    assert dist(HALVES, temperature=0.5) == [
+        round(p / (0.25 + 0.0625 + 2 * 0.015625), 6) for p in (0.25, 0.0625, 0.015625, 0.015625)
+    ]
+    assert dist([0.0, 1000.0, -1000.0], temperature=1e-6) == [0, 1, 0]
+
+
+def test_top_k():
+    assert dist(HALVES, top_k=2) == [round(2 / 3, 6), round(1 / 3, 6), 0, 0]
+    assert dist(HALVES, top_k=3) == [0.5, 0.25, 0.125, 0.125]  # ties with the last one stay
+    assert dist(HALVES, top_k=9) == [0.5, 0.25, 0.125, 0.125]
+    assert dist(HALVES, top_k=1) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(1e-9, 1), (0.49, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1.0, 4)]
+)
+def test_top_p_keeps_the_crossing_token(top_p: float, kept: int):
+    """Powers of two are exact, so the borders are too: mass 0.5 is reached by the first token."""
+    probs = dist(HALVES, top_p=top_p)
+    assert sum(p > 0 for p in probs) == kept
+    assert math.isclose(sum(probs), 1.0, abs_tol=3e-6)
+    assert probs[0] == round(0.5 / sum([0.5, 0.25, 0.125, 0.125][:kept]), 6)
+
+
+def test_top_p_over_a_flat_vocabulary_needs_the_whole_sort():
+    """More tokens than the quick sort of the head covers, beside a row for which it is enough."""
+    size = 4 * HEAD
+    flat, sharp = torch.zeros(size), torch.zeros(size)
+    sharp[7] = 30.0
+    probs = probabilities(torch.stack([flat, sharp]), Sampling(1.0, top_p=0.75))
+    assert int((probs[0] > 0).sum()) == size * 3 // 4
+    assert int((probs[1] > 0).sum()) == 1
+    assert torch.allclose(probs.sum(-1), torch.ones(2))
+
+
+def test_min_p_is_relative_to_the_likeliest():
+    assert dist(HALVES, min_p=0.5) == [round(2 / 3, 6), round(1 / 3, 6), 0, 0]
+    assert dist(HALVES, min_p=0.51) == [1, 0, 0, 0]
+    assert dist(HALVES, min_p=1.0) == [1, 0, 0, 0]
+
+
+def test_filters_follow_one_another():
+    """top-k leaves (2/3, 1/3), of which top-p=0.6 keeps the first: on the raw mass it kept two."""
+    assert dist(HALVES, top_k=2, top_p=0.6) == [1, 0, 0, 0]
+
+
+def test_infinite_and_missing_logits():
+    nan = math.nan
+    assert dist([0.0, -INF, 0.0, nan]) == [0.5, 0, 0.5, 0]
+    assert dist([INF, 0.0, INF, nan]) == [0.5, 0, 0.5, 0]
+    assert dist([nan, -INF, -5.0], temperature=0.0) == [0, 0, 1]
+    assert dist([-INF, -5.0], top_p=0.5, top_k=2, min_p=0.1) == [0, 1]
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="nothing to choose"):
+            probabilities(torch.tensor([[0.0, 1.0], [nan, -INF]]), Sampling(temperature))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0},
+     {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.5}],
+)  # fmt: skip
+def test_refuses_settings_out_of_range(wrong: dict):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*must be"):
+        Sampling(**wrong)
+
+
+def test_bfloat16_logits_become_float32():
+    logits = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    probs = probabilities(logits, Sampling(0.7, top_p=0.9))
+    assert probs.shape == (3, 5, 40) and probs.dtype == torch.float32
+    assert torch.allclose(probs.sum(-1), torch.ones(3, 5), atol=1e-6)
+
+
+def test_draws_invert_the_distribution():
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
+    edges = torch.tensor([0.0, 0.2499999, 0.25, 0.999, 1 - 2**-53], dtype=torch.float64)
+    assert draw_at(probs.expand(5, -1), edges).tolist() == [1, 1, 3, 3, 3]
+    thirds = torch.full((3,), 1 / 3)
+    assert int(draw_at(torch.cat([thirds, torch.zeros(5)]), edges[-1])) == 2
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.2}])
+def test_draws_follow_the_distribution(filters: dict):
+    """Chi-square against the exact probabilities, 5 seeds, 1e-4 over all of them."""
+    count, seeds = 20000, 5
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
+    probs = probabilities(logits, Sampling(0.9, **filters))
+    support = probs > 0
+    for seed in range(seeds):
+        ids = draw(probs.expand(count, -1), torch.Generator().manual_seed(seed))
+        seen = torch.bincount(ids, minlength=12).double()
+        assert float(seen[~support].sum()) == 0
+        wanted = probs[support].double() * count
+        statistic = float(((seen[support] - wanted) ** 2 / wanted).sum())
+        freedom = int(support.sum()) - 1
+        assert chi2.sf(statistic, freedom) > 1e-4 / seeds
+
+
+def test_draw_shapes_and_repeatability():
+    probs = probabilities(torch.randn(2, 3, 9), Sampling(1.0))
+    first = draw(probs, torch.Generator().manual_seed(5))
+    assert first.shape == (2, 3)
+    assert torch.equal(first, draw(probs, torch.Generator().manual_seed(5)))
+    assert draw(probs[0, 0], torch.Generator()).shape == ()
