@@ -1,4 +1,4 @@
-"""From a command line to one judged RunConfig; every mistake becomes one sentence and exit code 2."""
+"""From a command line to one judged RunConfig; a mistake becomes one sentence and exit code 2."""
 
 import sys
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def entry(main: Callable[[RunConfig], None], argv: list[str] | None = None) -> N
             main(cfg)
 
 
-class sentence_on_error:  # noqa: N801  reads as a phrase in a with statement
+class sentence_on_error:
     """Turn a ConfigError into its sentence on standard error and exit code 2."""
 
     def __enter__(self) -> None:

@@ -1,9 +1,11 @@
-"""What a composed configuration must satisfy; each rule names the knob, the value and the way out."""
+"""What a configuration must satisfy; each rule names the knob, the value and the way out."""
 
 import os
 import re
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from conf.schema import ConfigError, RunConfig, Stage
 
@@ -27,45 +29,53 @@ def validate(cfg: RunConfig) -> RunConfig:
     return cfg
 
 
+AT_LEAST_ONE = {  # knob: a value that works
+    "ttt.depth": "7",
+    "draft.vocab_size": "32000",
+    "draft.intermediate_size": "null",
+    "draft.max_positions": "null",
+    "data.max_samples": "null",
+    "regenerate.max_new_tokens": "128",
+    "regenerate.batch_size": "64",
+    "capture.batch_tokens": "4096",
+    "capture.shard_mib": "1024",
+    "optim.batch_size": "16",
+    "optim.micro_batch_size": "2",
+    "optim.max_steps": "null",
+    "engine.threads": "null",
+    "log.every": "10",
+    "log.valid_every": "100",
+    "log.save_every": "200",
+    "log.keep": "2",
+    "eval.max_prompts": "null",
+    "eval.speed_prompts": "12",
+    "eval.max_new_tokens": "64",
+    "eval.n_draft": "4",
+    "eval.valid_depth": "5",
+    "eval.bootstrap": "2000",
+}
+ABOVE_ZERO = {
+    "optim.lr": "1e-4",
+    "optim.eps": "1e-8",
+    "optim.clip": "0.5",
+    "optim.epochs": "2",
+    "capture.tolerance": "0.02",
+}
+
+
+def value_of(cfg: RunConfig, knob: str) -> Any:
+    return reduce(getattr, knob.split("."), cfg)
+
+
 def positive_numbers(cfg: RunConfig) -> Iterator[str]:
-    at_least_one = {
-        "ttt.depth": (cfg.ttt.depth, 7),
-        "draft.vocab_size": (cfg.draft.vocab_size, 32000),
-        "draft.intermediate_size": (cfg.draft.intermediate_size, "null"),
-        "draft.max_positions": (cfg.draft.max_positions, "null"),
-        "data.max_samples": (cfg.data.max_samples, "null"),
-        "regenerate.max_new_tokens": (cfg.regenerate.max_new_tokens, 128),
-        "regenerate.batch_size": (cfg.regenerate.batch_size, 64),
-        "capture.batch_tokens": (cfg.capture.batch_tokens, 4096),
-        "capture.shard_mib": (cfg.capture.shard_mib, 1024),
-        "optim.batch_size": (cfg.optim.batch_size, 16),
-        "optim.micro_batch_size": (cfg.optim.micro_batch_size, 2),
-        "optim.max_steps": (cfg.optim.max_steps, "null"),
-        "engine.threads": (cfg.engine.threads, "null"),
-        "log.every": (cfg.log.every, 10),
-        "log.valid_every": (cfg.log.valid_every, 100),
-        "log.save_every": (cfg.log.save_every, 200),
-        "log.keep": (cfg.log.keep, 2),
-        "eval.max_prompts": (cfg.eval.max_prompts, "null"),
-        "eval.speed_prompts": (cfg.eval.speed_prompts, 12),
-        "eval.max_new_tokens": (cfg.eval.max_new_tokens, 64),
-        "eval.n_draft": (cfg.eval.n_draft, 4),
-        "eval.valid_depth": (cfg.eval.valid_depth, 5),
-        "eval.bootstrap": (cfg.eval.bootstrap, 2000),
-    }
-    for knob, (value, remedy) in at_least_one.items():
+    for knob, remedy in AT_LEAST_ONE.items():
+        value = value_of(cfg, knob)
         if value is not None and value < 1:
             yield f"{knob}={value}: must be at least 1; try {knob}={remedy}"
     if cfg.data.max_length < 4:
         yield f"data.max_length={cfg.data.max_length}: must be at least 4; try data.max_length=2048"
-    above_zero = {
-        "optim.lr": (cfg.optim.lr, 1e-4),
-        "optim.eps": (cfg.optim.eps, 1e-8),
-        "optim.clip": (cfg.optim.clip, 0.5),
-        "optim.epochs": (cfg.optim.epochs, 2),
-        "capture.tolerance": (cfg.capture.tolerance, 0.02),
-    }
-    for knob, (value, remedy) in above_zero.items():
+    for knob, remedy in ABOVE_ZERO.items():
+        value = value_of(cfg, knob)
         if not 0 < value < float("inf"):
             yield f"{knob}={value}: must be a finite number above 0; try {knob}={remedy}"
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,9 +31,7 @@ class RankInfo:
     @classmethod
     def from_env(cls) -> "RankInfo":
         get = os.environ.get
-        return cls(
-            int(get("RANK", "0")), int(get("WORLD_SIZE", "1")), int(get("LOCAL_RANK", "0"))
-        )
+        return cls(int(get("RANK", "0")), int(get("WORLD_SIZE", "1")), int(get("LOCAL_RANK", "0")))
 
     @property
     def is_main(self) -> bool:
@@ -108,7 +107,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, enums and paths as what JSON and YAML can hold."""
+    """Dataclasses, enums and paths as what JSON and YAML can hold; NaN and infinity as null."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Enum):
@@ -117,6 +116,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return str(value) if isinstance(value, Path) else value
 
 

@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 
 class ConfigError(ValueError):
-    """A setting a person can mend. The message names the knob, the value, the rule and the way out."""
+    """A setting a person can mend. The message names knob, value, rule and way out."""
 
 
 class Stage(Enum):
@@ -82,7 +82,9 @@ class VerifierSection:
 
 @dataclass
 class DraftSection:
-    vocab_size: int | None = 32000  # most frequent supervised tokens; null: the verifier's whole vocabulary
+    vocab_size: int | None = (
+        32000  # most frequent supervised tokens; null: the verifier's whole vocabulary
+    )
     head_init: HeadInit = HeadInit.verifier
     intermediate_size: int | None = None  # MLP width; null: the verifier's
     max_positions: int | None = None  # position limit; null: the verifier's
@@ -94,7 +96,9 @@ class DraftSection:
 
 @dataclass
 class DataSection:
-    path: list[str] = field(default_factory=list)  # conversation files or folders (json, jsonl, parquet)
+    path: list[str] = field(
+        default_factory=list
+    )  # conversation files or folders (json, jsonl, parquet)
     max_length: int = 2048  # tokens a sample; longer ones are cut after the last whole token
     valid_share: float = 0.05  # share of conversation ids held out for acceptance
     max_samples: int | None = None  # read at most so many conversations
@@ -119,7 +123,9 @@ class CaptureSection:
     dtype: Precision = Precision.bfloat16  # precision of the stored states
     batch_tokens: int = 4096  # tokens of one verifier forward, padding included
     shard_mib: int = 1024  # size of one shard
-    tolerance: float = 0.02  # relative error allowed between head(stored last) and the verifier's logits
+    tolerance: float = (
+        0.02  # relative error allowed between head(stored last) and the verifier's logits
+    )
 
 
 @dataclass
@@ -170,7 +176,9 @@ class LogSection:
 
 @dataclass
 class EvalSection:
-    prompts: list[str] = field(default_factory=list)  # prompt files; a task name a line is reported on its own
+    prompts: list[str] = field(
+        default_factory=list
+    )  # prompt files; a task name a line is reported on its own
     max_prompts: int | None = None  # for counters and losslessness; null: all
     speed_prompts: int = 12  # for the speed measurement
     max_new_tokens: int = 64

@@ -48,15 +48,16 @@ class AnswerFile:
         return self.path.exists()
 
     def _refuse_others(self) -> None:
-        way_out = "take another regenerate.output, or delete it to start anew"
+        found = [file for file in (self.path, self.partial) if file.exists()]
+        if not found:
+            return  # settings alone bind nobody
+        names = " and ".join(file.name for file in found)
+        way_out = f"take another regenerate.output, or delete {names} to start anew"
         if not self.meta.exists():
-            for found in (self.path, self.partial):
-                if found.exists():
-                    raise ConfigError(
-                        f"regenerate.output={self.path}: {found.name} exists without "
-                        f"{self.meta.name}, so nothing says how it was made; {way_out}"
-                    )
-            return
+            raise ConfigError(
+                f"regenerate.output={self.path}: {self.meta.name} is missing, so nothing says how "
+                f"its answers were made; {way_out}"
+            )
         try:
             made_with = json.loads(self.meta.read_text())["settings"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -73,9 +74,8 @@ class AnswerFile:
 
     def start(self) -> set[str]:
         """Note the settings; ids of the answers an earlier run has left. A torn line is dropped."""
-        if not self.meta.exists():
-            content = {"fingerprint": fingerprint(self.settings), "settings": self.settings}
-            write_atomically(self.meta, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        content = {"fingerprint": fingerprint(self.settings), "settings": self.settings}
+        write_atomically(self.meta, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         if not self.partial.exists():
             return set()
         with self.partial.open("r+b") as file:

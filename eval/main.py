@@ -65,7 +65,7 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
     exact = run_exact(
         verifier, draft, [*chosen.top, *chosen.unseen], settings, cfg.data.template_kwargs
     )
-    if not any(one.prompt.seen is not False for one in exact.runs):
+    if not exact.top:
         raise ConfigError(
             f"eval.prompts={cfg.eval.prompts}: no prompt could be answered within the verifier's "
             f"{verifier.facts.max_positions} positions; give shorter ones"
@@ -111,8 +111,8 @@ def time_runs(
     cfg: RunConfig, draft_folder: Path, exact: ExactRuns, device: torch.device
 ) -> SpeedReport:
     """Time the first ``eval.speed_prompts`` conversations of the top level, every turn of them."""
-    top = [one for one in exact.runs if one.prompt.seen is not False][: cfg.eval.speed_prompts]
-    prompts = [answer.prompt_ids for one in top for answer in one.answers]
+    timed = exact.top[: cfg.eval.speed_prompts]
+    prompts = [answer.prompt_ids for one in timed for answer in one.answers]
     dtype = getattr(torch, cfg.eval.speed_dtype.value)
     say(f"eval: {len(prompts)} answers timed, {cfg.eval.speed_dtype.value}")
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
@@ -153,6 +153,8 @@ def describe_data(
         prompt_files=list(cfg.eval.prompts),
         prompts_read=chosen.skipped.rows_out,
         prompts_skipped=chosen.skipped.reasons,
+        same_pattern_prompts=sum(prompt.seen is True for prompt in chosen.top),
+        unseen_pattern_prompts=len(chosen.unseen),
         training_files=list(cfg.data.path),
         training_samples=len(data.samples) - held_out,
         held_out_samples=held_out,

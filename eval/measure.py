@@ -50,6 +50,15 @@ class ExactRuns:
     runs: list[PromptRuns]
     skipped: dict[str, int] = field(default_factory=dict)  # user turns not answered, by reason
 
+    @property
+    def top(self) -> list[PromptRuns]:
+        """What the report's top level counts: prompts not marked as unseen patterns."""
+        return [one for one in self.runs if one.prompt.seen is not False]
+
+    @property
+    def unseen(self) -> list[PromptRuns]:
+        return [one for one in self.runs if one.prompt.seen is False]
+
 
 def run_exact(
     verifier: Verifier,

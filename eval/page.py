@@ -216,12 +216,13 @@ def how(report: EvalReport) -> str:
         "conversation follow the verifier's own answers; all turns count.",
         f"Head {settings.draft}, verifier {settings.verifier} (states after "
         f"{', '.join(map(str, settings.aux_layers))} layers, attention {settings.attention}), "
-        f"{settings.device}, {settings.threads} threads.",
-        f"Prompts: {', '.join(data.prompt_files)}, {data.prompts_read} read. Head and n-gram table "
-        f"trained on {data.training_samples} samples of {', '.join(data.training_files)} (longest "
-        f"{data.longest_training_sample} tokens), {data.held_out_samples} held out"
-        + (f", τ there {shown(data.held_out_tau)}" if data.held_out_tau is not None else "")
-        + ". The answers measured are the verifier's own.",
+        f"{settings.device}, threads: {settings.threads}.",
+        f"Prompts: {', '.join(data.prompt_files)}, {data.prompts_read} read; of those measured "
+        f"{data.same_pattern_prompts} use patterns of the training prompts with new content, "
+        f"{data.unseen_pattern_prompts} use patterns never seen. The answers are the verifier's.",
+        f"Head and n-gram table trained on {data.training_samples} samples of "
+        f"{', '.join(data.training_files)}, the longest of {data.longest_training_sample} tokens; "
+        f"{data.held_out_samples} held out, τ there {shown(data.held_out_tau)}.",
         f"Intervals: bootstrap over prompts, {section.bootstrap} resamples.",
         f"Code {report.provenance.get('git')}, torch "
         f"{report.provenance.get('packages', {}).get('torch')}.",

@@ -101,6 +101,8 @@ class DataOrigin:
     prompt_files: list[str]
     prompts_read: int
     prompts_skipped: dict[str, int]  # by reason
+    same_pattern_prompts: int  # measured; patterns of the training prompts, new content
+    unseen_pattern_prompts: int  # measured; patterns the training prompts lack
     training_files: list[str]
     training_samples: int
     held_out_samples: int

@@ -45,10 +45,8 @@ def build_report(
     data: DataOrigin,
     provenance: dict[str, Any],
 ) -> EvalReport:
-    """The top level counts the prompts not marked as unseen patterns; there must be one."""
-    top = [one for one in exact.runs if one.prompt.seen is not False]
-    unseen = [one for one in exact.runs if one.prompt.seen is False]
-    section = settings.eval
+    """Raises ValueError when no prompt belongs to the top level."""
+    top, section = exact.top, settings.eval
     by_prompt = [count(one, section.n_draft) for one in top]
     accepted = report_acceptance(by_prompt, section.bootstrap, SEED)
     floor = floor_of(top, table, section)
@@ -71,7 +69,7 @@ def build_report(
         lossless=compare(top, section.temperature),
         counters=accepted.counters,
         intervals=gather_intervals(accepted, by_prompt, speed, section.bootstrap),
-        tasks=by_task(top, unseen, table, section),
+        tasks=by_task(exact, table, section),
         position_ranges=by_range(top, section),
         prompts=len(top),
         settings=settings,
@@ -81,17 +79,14 @@ def build_report(
     )
 
 
-def by_task(
-    top: Sequence[PromptRuns],
-    unseen: Sequence[PromptRuns],
-    table: NgramTable,
-    section: EvalSection,
-) -> dict[str, GroupFigures]:
+def by_task(exact: ExactRuns, table: NgramTable, section: EvalSection) -> dict[str, GroupFigures]:
     groups: dict[str, list[PromptRuns]] = {}
-    for one in top:
+    for one in exact.top:
         groups.setdefault(one.prompt.task, []).append(one)
     tasks = {name: group(runs, table, section) for name, runs in sorted(groups.items())}
-    return {**tasks, UNSEEN: group(unseen, table, section)} if unseen else tasks
+    if exact.unseen:
+        tasks[UNSEEN] = group(exact.unseen, table, section)
+    return tasks
 
 
 def group(runs: Sequence[PromptRuns], table: NgramTable, section: EvalSection) -> GroupFigures:
@@ -184,8 +179,8 @@ def list_warnings(exact: ExactRuns, data: DataOrigin, floor: float, tau: float) 
     longer = sum(answer.length > trained for one in exact.runs for answer in one.answers)
     if longer:
         found.append(
-            f"{longer} answers reach beyond {trained} tokens, the longest training sample: "
-            "acceptance is lower there (see the position ranges)"
+            f"{longer} answers reach beyond {trained} tokens, the longest training sample; heads "
+            "are often accepted less there (see the position ranges)"
         )
     if tau <= floor:
         found.append(

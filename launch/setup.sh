@@ -96,7 +96,8 @@ install_cpu_torch() {
 pip_install() {
   local python=$1 pins=$2
   shift 2
-  exec "$python" -m pip install --disable-pip-version-check --no-compile -c "$pins" "$@"
+  exec "$python" -m pip install --disable-pip-version-check --no-compile \
+    --progress-bar off -c "$pins" "$@"
 }
 
 # The environment can be used here: its Python runs, and it was made at this very place.

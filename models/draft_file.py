@@ -31,5 +31,7 @@ def load_draft(folder: Path, device: torch.device, dtype: torch.dtype) -> Eagle3
         draft.load_state_dict(load_file(folder / WEIGHTS))
     except (RuntimeError, OSError, SafetensorError) as error:
         reason = str(error).splitlines()[-1].strip()
-        raise ConfigError(f"{folder}/{WEIGHTS}: not the weights of its {CONFIG} ({reason})") from error
+        raise ConfigError(
+            f"{folder}/{WEIGHTS}: not the weights of its {CONFIG} ({reason})"
+        ) from error
     return draft.to(device=device, dtype=dtype).eval().requires_grad_(False)

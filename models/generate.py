@@ -79,23 +79,8 @@ def generate(
     """
     if not requests:
         return
-    if any(not request.prompt_ids for request in requests):
-        raise ValueError("generate: a prompt has no tokens; the chat template must yield some")
-    lengths = torch.tensor([len(r.prompt_ids) for r in requests], device=verifier.device)
-    longest = int(lengths.max())
-    padded = [r.prompt_ids + [0] * (longest - len(r.prompt_ids)) for r in requests]
-    cache = KVCache(
-        verifier.model.config,
-        len(requests),
-        longest + max_new_tokens,
-        verifier.device,
-        verifier.dtype,
-    )
     live = _Live(requests, verifier.device)
-    ids = torch.tensor(padded, device=verifier.device)  # [B, T], id 0 in padding: never attended
-    last = verifier.states(ids, cache).last  # [B, T, D]
-    last = last[torch.arange(len(requests), device=verifier.device), lengths - 1]  # [B, D]
-    cache.advance(lengths)
+    cache, last = _prefill(verifier, [r.prompt_ids for r in requests], max_new_tokens)
     while True:
         tokens = live.choose(verifier.logits_from(last))
         running: list[int] = []
@@ -116,6 +101,22 @@ def generate(
         step = torch.tensor(tokens, device=verifier.device)[:, None]  # [B, 1]
         last = verifier.states(step, cache).last[:, 0]  # [B, D]
         cache.advance(1)
+
+
+def _prefill(
+    verifier: Verifier, prompts: list[list[int]], max_new_tokens: int
+) -> tuple[KVCache, Tensor]:
+    """A cache that holds the prompts, and the state [B, D] at each one's last token."""
+    if any(not prompt for prompt in prompts):
+        raise ValueError("generate: a prompt has no tokens; the chat template must yield some")
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=verifier.device)
+    longest = int(lengths.max())
+    padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]  # never attended
+    room = longest + max_new_tokens
+    cache = KVCache(verifier.model.config, len(prompts), room, verifier.device, verifier.dtype)
+    last = verifier.states(torch.tensor(padded, device=verifier.device), cache).last  # [B, T, D]
+    cache.advance(lengths)
+    return cache, last[torch.arange(len(prompts), device=verifier.device), lengths - 1]
 
 
 def _into_holes(running: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """``d2t`` [Vd] int64 holds offsets: target id = draft id + d2t. ``t2d`` [V] bool: membership."""
+    """``d2t`` [Vd] int64: offsets, target id = draft id + d2t. ``t2d`` [V] bool: membership."""
 
     d2t: Tensor
     t2d: Tensor

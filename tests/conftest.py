@@ -98,14 +98,3 @@ def smollm2() -> Path:
         return resolve(SMOLLM2, ROOT / "cache")
     except ConfigError as error:
         pytest.skip(f"the bundled verifier cannot be had: {error}")
-
-
-@pytest.fixture(scope="session")
-def vllm_python() -> Path:
-    """The interpreter of the environment that launch/vllm_env.sh makes."""
-    if reason := os.environ.get("EYRIE_NO_VLLM"):  # set by launch/test.sh when it cannot be made
-        pytest.skip(reason)
-    folder = ROOT / ".venv-vllm"
-    if not (folder / ".stamp").is_file():
-        pytest.skip("no .venv-vllm: bash launch/vllm_env.sh makes it")
-    return folder / "bin" / "python"

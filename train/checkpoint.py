@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all, the newest whole one resumed, the best kept."""
+"""Checkpoints of a run: written whole or not at all; the newest whole one is resumed."""
 
 import json
 import shutil

@@ -49,6 +49,8 @@ class Engine:
         self.world_size = ranks.world_size
         self.accumulation = micro_batches(cfg.optim, ranks.world_size)
         self.stage = cfg.engine.zero_stage
+        if not torch.cuda.is_available():
+            skip_cpu_build()
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trainable,

@@ -17,9 +17,7 @@ from train.engine import Engine
 RESAMPLES = 200  # a training line needs a rough interval only
 
 
-def measure(
-    engine: Engine, reader: ShardReader, n_draft: int, ranks: RankInfo
-) -> AcceptanceReport:
+def measure(engine: Engine, reader: ShardReader, n_draft: int, ranks: RankInfo) -> AcceptanceReport:
     """Acceptance of chains of ``n_draft`` on the held-out samples, equal on all ranks.
 
     Only samples with the verifier's own greedy text, if there are any. On other text a guess

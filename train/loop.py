@@ -26,7 +26,6 @@ from train.loss import Distillation
 from train.metrics import Interval, MetricsLog, all_finite
 from train.ttt import TrainingTimeTest, supervised_rows
 
-
 MIN_TEACHER_AGREEMENT = 0.9  # bf16 rounding flips near-ties, other weights flip nearly all
 
 
@@ -123,9 +122,9 @@ def build(
     head = ends.head[vocab.target_ids].to(device=device, dtype=dtype)
     share = vocab.coverage(prepared.token_counts)
     say(f"draft vocabulary: {config.draft_vocab_size:,} tokens, {share:.1%} of the training labels")
-    return TrainingTimeTest(
-        draft, Distillation(cfg.loss.kind, head, ends.config), cfg.ttt
-    ).to(device)
+    return TrainingTimeTest(draft, Distillation(cfg.loss.kind, head, ends.config), cfg.ttt).to(
+        device
+    )
 
 
 def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:
@@ -172,9 +171,7 @@ def refuse_non_finite(cfg: RunConfig, figures: dict, norm: float | None, step: i
         )
 
 
-def keep_best(
-    folder: Path, engine: Engine, report: AcceptanceReport, ranks: RankInfo
-) -> None:
+def keep_best(folder: Path, engine: Engine, report: AcceptanceReport, ranks: RankInfo) -> None:
     state = engine.draft_state()  # on every rank: ZeRO-3 gathers
     if ranks.is_main:
         save_draft(folder, engine.module.draft.config, state)

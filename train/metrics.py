@@ -1,4 +1,4 @@
-"""What training reports: sums and counts until they are printed; JSON lines always, W&B if asked."""
+"""What training reports: sums and counts until printed; JSON lines always, W&B if asked."""
 
 import json
 import math

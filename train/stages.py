@@ -25,6 +25,7 @@ from data.distributed import barrier, pick_device, setup, shutdown
 from data.prepare import find_prepared, prepare
 from data.records import PreparedData
 from eval.main import evaluate
+from models.export.card import DataFacts
 from models.export.vllm import export_run
 from train.loop import curve_fingerprint, fit
 
@@ -39,12 +40,10 @@ def run_stages(cfg: RunConfig) -> None:
     setup(device)
     folder = run_dir(cfg)
     lock = claim(folder, cfg) if ranks.is_main else None
-    try:
-        run_in(folder, cfg, RankInfo.from_env())
-    finally:
-        shutdown()
-        if lock is not None:
-            lock.close()
+    run_in(folder, cfg, RankInfo.from_env())
+    shutdown()
+    if lock is not None:
+        lock.close()
 
 
 def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
@@ -67,7 +66,12 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
             evaluate(cfg, folder / "best")
             done.add("eval", judged, ranks)
     if ranks.is_main and Stage.export in cfg.stages:
-        export_run(cfg, folder)
+        made_from = DataFacts(
+            origin=", ".join(cfg.data.path),
+            samples=sum(not sample.held_out for sample in prepared.samples),
+            tokens=int(prepared.token_counts.sum()),
+        )
+        export_run(cfg, folder, made_from)
     barrier()
 
 

@@ -16,7 +16,9 @@ STAGES = "stages=[train]"  # needs no file
 
 
 def group_files() -> list[tuple[str, str]]:
-    return sorted((p.parent.name, p.stem) for p in FOLDER.glob("*/*.yaml") if "sweep" not in p.parts)
+    return sorted(
+        (p.parent.name, p.stem) for p in FOLDER.glob("*/*.yaml") if "sweep" not in p.parts
+    )
 
 
 @pytest.mark.parametrize(("group", "option"), group_files())
@@ -54,7 +56,9 @@ def test_every_group_file_composes(group: str, option: str):
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], expected: list[str]):
-    stages = [] if any(word.startswith("stages") or word == "data=jsonl" for word in words) else [STAGES]
+    stages = (
+        [] if any(word.startswith("stages") or word == "data=jsonl" for word in words) else [STAGES]
+    )
     with pytest.raises(ConfigError) as caught:
         from_command_line([*words, *stages])
     message = str(caught.value)

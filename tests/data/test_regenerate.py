@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import data.regenerate as stage
 from conf.schema import ConfigError, Device, Precision, RunConfig
 from data.regenerate import regenerate, seed_of
-from models.generate import Request, end_ids, generate
-from models.sampling import Sampling
 from models.verifier import Verifier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,28 +114,9 @@ def test_several_end_tokens_and_the_cut_mark(cfg: RunConfig, tmp_path: Path, tin
         assert len(row["answer_ids"]) <= NEW
 
 
-def test_an_end_token_as_the_last_allowed_one_is_no_cut(cfg: RunConfig):
-    verifier = load(cfg)
-    prompt = verifier.tokenizer("hello")["input_ids"]
-    free = next(generate(verifier, [Request(prompt)], 6, []))
-    assert free.cut and len(free.ids) == 6
-    at = free.ids.index(free.ids[5])  # the first place of that token
-    ended = next(generate(verifier, [Request(prompt)], at + 1, [free.ids[5]]))
-    assert not ended.cut and ended.ids == free.ids[: at + 1]
-
-
 def load(cfg: RunConfig) -> Verifier:
     cache = Path(cfg.run.cache)
     return Verifier.load(cfg.verifier, cache, torch.device("cpu"), torch.float32)
-
-
-def test_end_ids_come_from_all_three_places(cfg: RunConfig):
-    verifier = load(cfg)
-    verifier.facts = replace(verifier.facts, eos_ids=[7])
-    verifier.model.generation_config.eos_token_id = [9, 7]
-    assert end_ids(verifier) == [2, 7, 9]
-    verifier.model.generation_config.eos_token_id = None
-    assert end_ids(verifier) == [2, 7]
 
 
 def test_sampled_answers_do_not_depend_on_the_batch(cfg: RunConfig):
@@ -164,16 +143,6 @@ def test_greedy_may_be_left_out(cfg: RunConfig):
     assert [row["id"] for row in made(cfg, greedy=False, samples=1)][:2] == ["p0#1", "p1#1"]
 
 
-def test_sampling_of_a_batch_may_differ_by_request(cfg: RunConfig):
-    verifier = load(cfg)
-    prompt = verifier.tokenizer("hello")["input_ids"]
-    kinds = [Sampling(), Sampling(1.0), Sampling(2.0, top_k=5), Sampling(1.0)]
-    requests = [Request(prompt, kind, seed=i) for i, kind in enumerate(kinds)]
-    together = {a.index: a.ids for a in generate(verifier, requests, 8, [2])}
-    alone = {i: next(generate(verifier, [r], 8, [2])).ids for i, r in enumerate(requests)}
-    assert together == alone
-
-
 def test_every_user_turn_is_answered_with_the_own_answers_before_it(cfg: RunConfig, tmp_path: Path):
     turns = [
         {"role": "system", "content": "s"},
@@ -190,7 +159,6 @@ def test_every_user_turn_is_answered_with_the_own_answers_before_it(cfg: RunConf
     prompt = [turns[0], turns[1]]
     first = library_greedy(cfg.verifier.path, prompt, [2])
     ends = sorted({2, first[4]})
-    assert end_ids(verifier) == [2]
 
     def own(text: list[dict]) -> tuple[str, list[int]]:
         ids = library_greedy(cfg.verifier.path, text, ends)
@@ -261,7 +229,7 @@ def test_kill_and_rerun_gives_the_bytes_of_an_uninterrupted_run(
     capsys.readouterr()
     assert regenerate(cfg).read_bytes() == whole
     assert "continues, 6 of 14 are there" in capsys.readouterr().out
-    assert not Path(f"{halted}.partial.jsonl").exists() and not list(tmp_path.glob(".*.tmp"))
+    assert not [*tmp_path.glob("halted.jsonl.partial*"), *tmp_path.glob(".*.tmp")]
     written = halted.stat().st_mtime_ns
     regenerate(cfg)
     assert "is finished with these settings" in capsys.readouterr().out
@@ -297,16 +265,9 @@ def test_other_settings_are_refused_with_both_values(cfg: RunConfig):
     cfg.regenerate.samples = 0
     cfg.regenerate.temperature = 0.1  # of no weight without samples
     assert regenerate(cfg).read_bytes() == before
-
-
-def test_a_file_of_unknown_origin_is_not_overwritten(cfg: RunConfig):
-    Path(cfg.regenerate.output).write_text("mine\n")
-    with pytest.raises(ConfigError, match="exists without"):
-        regenerate(cfg)
-    assert Path(cfg.regenerate.output).read_text() == "mine\n"
-    Path(f"{cfg.regenerate.output}.meta.json").write_text("{")
-    with pytest.raises(ConfigError, match="is damaged"):
-        regenerate(cfg)
+    cfg.regenerate.max_new_tokens = 7
+    Path(cfg.regenerate.output).unlink()  # the way out that the message names
+    assert {len(row["answer_ids"]) for row in rows(regenerate(cfg))} == {7}
 
 
 def test_bad_rows_are_skipped_and_counted(
@@ -330,7 +291,6 @@ def test_no_usable_prompt_is_one_sentence(cfg: RunConfig, tmp_path: Path):
     cfg.regenerate.prompts = [write_prompts(tmp_path / "none.jsonl", [{"id": "a", "messages": []}])]
     with pytest.raises(ConfigError, match="hold no usable prompt"):
         regenerate(cfg)
-    assert not Path(cfg.regenerate.output).exists()
 
 
 def test_seeds_differ_by_run_answer_and_turn():

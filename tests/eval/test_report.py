@@ -78,7 +78,7 @@ def settings(**changes: Any) -> EvalSettings:
 
 
 def report(runs: ExactRuns = RUNS, longest: int = 512, **changes: Any) -> EvalReport:
-    origin = DataOrigin(["p.jsonl"], 4, {"not JSON": 1}, ["t.jsonl"], 90, 10, longest, 1.7)
+    origin = DataOrigin(["p.jsonl"], 4, {"not JSON": 1}, 2, 1, ["t.jsonl"], 90, 10, longest, 1.7)
     table = NgramTable(4).fit([[1, 2, 3, 9]])
     provenance = {"git": "abc", "packages": {"torch": "2.13.0"}}
     return build_report(runs, speed(), table, settings(**changes), origin, provenance)

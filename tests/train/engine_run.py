@@ -4,6 +4,7 @@ argv: steps out_file stage:precision ...
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def windows(step: int, head: torch.Tensor, micro: int, ranks: RankInfo) -> list[
     """The last step is partial: half the samples, and ranks that run dry get empty batches."""
     count = SAMPLES // 2 if step == 3 else SAMPLES
     mine = list(range(ranks.rank, count, ranks.world_size))
-    laps = -(-(-(-count // ranks.world_size)) // micro)
+    laps = math.ceil(math.ceil(count / ranks.world_size) / micro)
     batches = []
     for lap in range(laps):
         chosen = mine[lap * micro : (lap + 1) * micro]

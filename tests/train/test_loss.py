@@ -101,7 +101,9 @@ def test_loss_and_gradients_equal_the_plain_twin(kind: LossKind):
     expected_grads = torch.autograd.grad(expected, parameters)
     output = module(batch, weights)
     grads = torch.autograd.grad(output.loss, parameters)
-    assert float((output.loss - expected).detach().abs()) <= 1e-12 * max(1.0, float(expected.detach().abs()))
+    assert float((output.loss - expected).detach().abs()) <= 1e-12 * max(
+        1.0, float(expected.detach().abs())
+    )
     for ours, theirs in zip(grads, expected_grads, strict=True):
         assert float((ours - theirs).abs().max()) <= 1e-11 * max(1.0, float(theirs.abs().max()))
 

@@ -46,7 +46,7 @@ def test_definition_on_random_masks(rule: Supervise):
             expected = set()
             for a, b in spans:
                 if rule is Supervise.span:
-                    expected |= {t for t in range(max(a - 1, 0), b - 2 - k)}
+                    expected |= set(range(max(a - 1, 0), b - 2 - k))
                 else:
                     expected |= {j - 2 - k for j in range(a + 1, b) if j - 2 - k >= 0}
             assert set(found[k, 0].nonzero().flatten().tolist()) == expected
