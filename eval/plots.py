@@ -70,7 +70,7 @@ def draw_training(path: Path, metrics: Path) -> bool:
     """Loss and held-out τ over steps from ``metrics.jsonl``; False when it holds neither."""
     rows = [json.loads(row) for row in metrics.read_text().splitlines() if row.strip()]
     loss = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    tau = [(row["step"], row["tau"]) for row in rows if row.get("valid")]
+    tau = [(row["step"], row["held_out"]["tau"]) for row in rows if "held_out" in row]
     if not loss and not tau:
         return False
     figure, axes = blank("Training", "step", "loss")

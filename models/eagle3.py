@@ -146,6 +146,11 @@ class Eagle3Draft(nn.Module):
         normed = self.norm(output)
         return DraftOutput(normed if self.config.norm_output else output, normed)
 
+    def remember(self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
+        """Rows that nobody asks for a guess: they give ``memory`` their keys, and cost no more."""
+        both = self.midlayer.pair(self.embed_tokens(tokens), hidden)
+        self.midlayer.self_attn.remember(both, positions, memory)
+
     def logits(self, normed: Tensor) -> Tensor:
         """[..., D] -> [..., Vd]."""
         return self.lm_head(normed)

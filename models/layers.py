@@ -13,25 +13,30 @@ class DraftAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, kv_heads: int, rope: Rope):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, rope.head_dim
+        self.head_dim = rope.head_dim
         self.q_proj = nn.Linear(2 * width, heads * rope.head_dim, bias=False)
         self.k_proj = nn.Linear(2 * width, kv_heads * rope.head_dim, bias=False)
         self.v_proj = nn.Linear(2 * width, kv_heads * rope.head_dim, bias=False)
         self.o_proj = nn.Linear(heads * rope.head_dim, width, bias=False)
         self.rotary = Rotary(rope)
 
+    def split(self, projected: Tensor) -> Tensor:
+        """[B, T, H*Dh] -> [B, H, T, Dh]."""
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def keys_of(self, states: Tensor, positions: Tensor) -> Tensor:
+        return self.rotary.rotate(self.split(self.k_proj(states)), positions)
+
+    def remember(self, states: Tensor, positions: Tensor, memory: Memory) -> None:
+        """Give keys and values of ``states`` [B, T, 2D] to ``memory``, and compute nothing else."""
+        memory.remember(self.keys_of(states, positions), self.split(self.v_proj(states)))
+
     def forward(self, states: Tensor, positions: Tensor, memory: Memory) -> Tensor:
         """states [B, T, 2D], positions [B, T] -> [B, T, D]."""
-        batch, rows, _ = states.shape
-
-        def split(projected: Tensor, heads: int) -> Tensor:
-            return projected.view(batch, rows, heads, self.head_dim).transpose(1, 2)
-
-        query = self.rotary.rotate(split(self.q_proj(states), self.heads), positions)
-        key = self.rotary.rotate(split(self.k_proj(states), self.kv_heads), positions)
-        value = split(self.v_proj(states), self.kv_heads)
+        query = self.rotary.rotate(self.split(self.q_proj(states)), positions)
+        key, value = self.keys_of(states, positions), self.split(self.v_proj(states))
         output = memory.attend(query, key, value)  # [B, H, T, Dh]
-        return self.o_proj(output.transpose(1, 2).reshape(batch, rows, -1))
+        return self.o_proj(output.transpose(1, 2).flatten(2))
 
 
 class GatedMLP(nn.Module):
@@ -56,12 +61,15 @@ class MidLayer(nn.Module):
         self.self_attn = attention
         self.mlp = mlp
 
+    def pair(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """embedded, hidden [B, T, D] -> [B, T, 2D], the embedding first, each normed."""
+        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
+
     def forward(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, normed: bool
     ) -> Tensor:
         """embedded, hidden [B, T, D] -> [B, T, D]; ``normed``: the residual is the normed state."""
-        state = self.hidden_norm(hidden)
-        residual = state if normed else hidden
-        both = torch.cat((self.input_layernorm(embedded), state), dim=-1)  # [B, T, 2D]
+        both = self.pair(embedded, hidden)
+        residual = both[..., hidden.shape[-1] :] if normed else hidden
         residual = residual + self.self_attn(both, positions, memory)
         return residual + self.mlp(self.post_attention_layernorm(residual))

@@ -40,20 +40,21 @@ class Distillation:
     def __call__(
         self, draft: Eagle3Draft, batch: TTTBatch, steps: list[Tensor], rows: Tensor
     ) -> list[StepLoss]:
-        """steps K x [B, T, D], rows [K, B, T] -> one StepLoss a step.
+        """steps K x [B, R, D], rows [K, B, R] of the sample's last R rows -> one StepLoss a step.
 
         The target of row t at step k is position t+1+k. Every position that a later step predicts
         is one that step 0 predicts too, so the teacher is computed once, for step 0's targets.
         """
+        first = batch.input_ids.shape[1] - rows.shape[-1]
         samples, places = rows[0].nonzero(as_tuple=True)
-        teacher = self.teacher(batch, samples, places + 1)
+        teacher = self.teacher(batch, samples, first + places + 1)
         index = torch.zeros_like(batch.input_ids)
-        index[samples, places + 1] = torch.arange(len(samples), device=index.device)
+        index[samples, first + places + 1] = torch.arange(len(samples), device=index.device)
         parts = []
         for k, normed in enumerate(steps):
             samples, places = rows[k].nonzero(as_tuple=True)
             logits = draft.logits(normed[samples, places]).to(teacher.log_probs.dtype)  # [R, Vd]
-            chosen = index[samples, places + 1 + k]
+            chosen = index[samples, first + places + 1 + k]
             guess = draft.to_target_ids(logits.argmax(-1))
             hits = guess == teacher.argmax[chosen]
             losses = row_losses(self.kind, logits, teacher, chosen, draft.t2d)

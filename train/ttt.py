@@ -35,14 +35,22 @@ class TTTOutput:
     hits: Tensor  # [K] rows where the draft's argmax is the verifier's, over the full vocabulary
 
 
-def unroll(draft: Eagle3Draft, batch: TTTBatch, depth: int) -> list[Tensor]:
-    """Run K steps fed with the data's tokens -> K times [B, T, D], what the head reads."""
+def unroll(draft: Eagle3Draft, batch: TTTBatch, depth: int, first: int = 0) -> list[Tensor]:
+    """Run K steps fed with the data's tokens -> K times [B, T - first, D], what the head reads.
+
+    Rows before ``first`` carry no loss at any step. With one layer all that others need of them
+    are their step-0 keys, so nothing else is computed; the rest stays exactly the same.
+    """
     hidden = draft.fuse(batch.aux)
     memory = TTTMemory()
-    positions = positions_of(batch.input_ids)
+    tokens, positions = shifted(batch.input_ids, 1), positions_of(batch.input_ids)
+    if first:
+        draft.remember(tokens[:, :first], hidden[:, :first], positions[:, :first], memory)
+        hidden, positions = hidden[:, first:], positions[:, first:]
     steps = []
     for k in range(depth):
-        output = draft(shifted(batch.input_ids, 1 + k), hidden, positions + k, memory)
+        tokens = shifted(batch.input_ids, 1 + k)[:, first:]
+        output = draft(tokens, hidden, positions + k, memory)
         hidden = output.hidden
         steps.append(output.normed)
     return steps
@@ -99,6 +107,12 @@ def supervised_rows(loss_mask: Tensor, depth: int, rule: Supervise) -> Tensor:
     return torch.stack(rows)
 
 
+def first_needed(rows: Tensor) -> int:
+    """rows [K, B, T] -> the first row that any sample needs at any step; 0 when none does."""
+    needed = rows.any(0).any(0).nonzero()
+    return int(needed[0]) if len(needed) else 0
+
+
 class TrainingTimeTest(nn.Module):
     """What DeepSpeed wraps: the draft, whose forward is unroll + loss in one call."""
 
@@ -117,9 +131,10 @@ class TrainingTimeTest(nn.Module):
         if own:
             return unroll_own(self.draft, batch, own)
         assert row_weights is not None
-        steps = unroll(self.draft, batch, self.ttt.depth)
         rows = supervised_rows(batch.loss_mask, self.ttt.depth, self.ttt.supervise)
-        parts = self.distillation(self.draft, batch, steps, rows)
+        first = first_needed(rows)
+        steps = unroll(self.draft, batch, self.ttt.depth, first)
+        parts = self.distillation(self.draft, batch, steps, rows[..., first:])
         loss = sum((step.sum() * 0.0 for step in steps), self.draft.lm_head.weight.sum() * 0.0)
         for k, part in enumerate(parts):
             weighted = (part.losses * row_weights[part.samples]).sum()

@@ -8,7 +8,7 @@ from conf.schema import LossKind, Supervise, TTTSection
 from data.records import TTTBatch
 from models.eagle3 import DraftConfig, Eagle3Draft
 from train.loss import Distillation
-from train.ttt import TrainingTimeTest, supervised_rows, unroll
+from train.ttt import TrainingTimeTest, first_needed, supervised_rows, unroll
 
 WIDTH, VOCAB, DRAFT_VOCAB, DEPTH = 16, 30, 12, 4
 
@@ -163,3 +163,35 @@ def test_sample_padded_to_64_and_to_512_has_the_same_gradient():
         module(batch, torch.tensor([1 / 19], dtype=torch.float64)).loss.backward()
         grads.append(module.draft.fc.weight.grad.clone())
     assert float((grads[0] - grads[1]).abs().max()) <= 1e-14
+
+
+@pytest.mark.parametrize("rule", list(Supervise))
+def test_rows_before_the_first_needed_one_only_give_keys(rule: Supervise):
+    module, head = make_module(LossKind.kl)
+    module.ttt.supervise = rule
+    masks = [[0] * 6 + [1, 1, 1, 1, 0, 1, 1], [0] * 8 + [1, 1, 1, 1, 1]]
+    batch = make_batch(head, masks)
+    rows = supervised_rows(batch.loss_mask, DEPTH, rule)
+    first = first_needed(rows)
+    assert first == (5 if rule is Supervise.span else 2)
+    weights = torch.full((2,), 0.1, dtype=torch.float64)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    trimmed = module(batch, weights)
+    grads = torch.autograd.grad(trimmed.loss, parameters)
+    steps = unroll(module.draft, batch, DEPTH)
+    parts = module.distillation(module.draft, batch, steps, rows)
+    whole = sum(0.8**k * 0.1 * part.losses.sum() for k, part in enumerate(parts))
+    expected = torch.autograd.grad(whole, parameters)
+    assert float((trimmed.loss - whole).detach().abs()) <= 1e-12 * float(whole.detach())
+    for ours, theirs in zip(grads, expected, strict=True):
+        assert float((ours - theirs).abs().max()) <= 1e-12 * max(1.0, float(theirs.abs().max()))
+
+
+def test_trimming_one_row_too_many_is_caught(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: dropping a row that is needed changes the loss."""
+    module, head = make_module(LossKind.kl)
+    batch = make_batch(head, [[0] * 6 + [1] * 7])
+    weights = torch.ones(1, dtype=torch.float64)
+    right = module(batch, weights).loss.detach()
+    monkeypatch.setattr("train.ttt.first_needed", lambda rows: first_needed(rows) + 1)
+    assert float((module(batch, weights).loss.detach() - right).abs()) > 1e-3
