@@ -1,7 +1,7 @@
 """From a command line to one judged RunConfig; a mistake becomes one sentence and exit code 2."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.rules import validate
-from conf.schema import ConfigError, RunConfig
+from conf.schema import ConfigError, RunConfig, Stage
 
 FOLDER = Path(__file__).resolve().parent
 USAGE = """usage: {program} [key=value ...] [--cfg job]
@@ -25,9 +25,10 @@ Overrides name a knob of conf/schema.py (ttt.depth=5) or choose a group file:
 ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
-def load_config(argv: list[str]) -> RunConfig:
+def load_config(argv: list[str], running: Sequence[Stage] | None = None) -> RunConfig:
     """Compose ``conf/`` with the overrides in ``argv`` and judge the result.
 
+    ``running``: the stages whose files must be there; None means those the configuration names.
     Raises ConfigError for an unknown key, a wrong type, a missing value or a broken rule.
     """
     overrides = [completed(word) for word in argv]
@@ -38,7 +39,7 @@ def load_config(argv: list[str]) -> RunConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_sentence(error, argv)) from error
     assert isinstance(cfg, RunConfig)
-    return validate(cfg)
+    return validate(cfg, cfg.stages if running is None else running)
 
 
 def load_saved(path: Path) -> RunConfig:
@@ -58,11 +59,15 @@ def to_yaml(cfg: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))
 
 
-def entry(main: Callable[[RunConfig], None], argv: list[str] | None = None) -> None:
+def entry(
+    main: Callable[[RunConfig], None],
+    argv: list[str] | None = None,
+    running: Sequence[Stage] = (Stage.prepare,),
+) -> None:
     """Run a stage from the command line: compose, judge, call; bad input ends with exit code 2."""
     with sentence_on_error():
         words = sys.argv[1:] if argv is None else argv
-        cfg = from_command_line(words)
+        cfg = from_command_line(words, running)
         if cfg is not None:
             main(cfg)
 
@@ -79,7 +84,9 @@ class sentence_on_error:
             raise SystemExit(2) from None
 
 
-def from_command_line(words: list[str]) -> RunConfig | None:
+def from_command_line(
+    words: list[str], running: Sequence[Stage] | None = None
+) -> RunConfig | None:
     """A configuration, or None when the words only asked to see something."""
     if {"-h", "--help"} & set(words):
         sys.stdout.write(USAGE.format(program=Path(sys.argv[0]).name, groups=group_table()) + "\n")
@@ -96,7 +103,7 @@ def from_command_line(words: list[str]) -> RunConfig | None:
     flag = next((word for word in words if word.startswith("-")), None)
     if flag:
         raise ConfigError(f"{flag}: not an option here; write key=value, or --help for the knobs")
-    cfg = load_config(words)
+    cfg = load_config(words, running)
     if show:
         sys.stdout.write(to_yaml(cfg))
         return None

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,16 @@ FILLED_BY_ENGINE = {
 }
 
 
-def validate(cfg: RunConfig) -> RunConfig:
-    """Return ``cfg`` if every rule holds, else raise ConfigError with the first broken one."""
-    for rules in (positive_numbers, shares, choices, combinations, places):
+def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
+    """Return ``cfg`` if every rule holds, else raise ConfigError with the first broken one.
+
+    ``running``: the stages whose input files must be there.
+    """
+    for rules in (positive_numbers, shares, choices, combinations):
         for message in rules(cfg):
             raise ConfigError(message)
+    for message in places(cfg, running):
+        raise ConfigError(message)
     return cfg
 
 
@@ -145,7 +150,7 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def places(cfg: RunConfig) -> Iterator[str]:
+def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
     if not str(cfg.verifier.path):
         yield "verifier.path=: is empty; give a folder or a hub name, as in verifier=qwen3_8b"
     local = cfg.verifier.path.startswith(("/", "./", "../", "~"))
@@ -155,9 +160,9 @@ def places(cfg: RunConfig) -> Iterator[str]:
             "give one, or a hub name"
         )
     needed = []
-    if Stage.prepare in cfg.stages:
+    if Stage.prepare in running:
         needed.append(("data.path", cfg.data.path, "make it with python -m data.regenerate"))
-    if Stage.eval in cfg.stages:
+    if Stage.eval in running:
         needed.append(("eval.prompts", cfg.eval.prompts, "give a .jsonl file of prompts"))
     for knob, paths, remedy in needed:
         if not paths:

@@ -266,4 +266,4 @@ def main(cfg: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    entry(main)
+    entry(main, running=())

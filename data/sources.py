@@ -74,7 +74,8 @@ def find_files(paths: list[str], knob: str = "data.path") -> list[Path]:
     Raises ConfigError for a path that does not exist, a folder without data, an extension that is
     not read, and an empty list.
     """
-    remedy = f"make one with python -m data.regenerate, then {knob}=FILE.jsonl"
+    maker = "" if knob.startswith("regenerate") else "make one with python -m data.regenerate, then "
+    remedy = f"{maker}give {knob}=FILE.jsonl"
     if not paths:
         raise ConfigError(f"{knob}=[]: names no conversation file; {remedy}")
     files: list[Path] = []

@@ -18,7 +18,7 @@ from conf.runtime import (
     say,
     write_atomically,
 )
-from conf.schema import ConfigError, Precision, RunConfig
+from conf.schema import ConfigError, Precision, RunConfig, Stage
 from data.distributed import pick_device
 from data.prepare import find_prepared
 from data.records import PreparedData, Skipped
@@ -200,4 +200,4 @@ def main(cfg: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    entry(main)
+    entry(main, running=(Stage.prepare, Stage.eval))
