@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.rules import validate
-from conf.schema import ConfigError, RunConfig, Stage
+from conf.schema import ConfigError, JobError, RunConfig, Stage
 
 FOLDER = Path(__file__).resolve().parent
 USAGE = """usage: {program} [key=value ...] [--cfg job]
@@ -73,20 +73,18 @@ def entry(
 
 
 class sentence_on_error:
-    """Turn a ConfigError into its sentence on standard error and exit code 2."""
+    """Turn an error into its sentence on standard error and an exit code: bad input 2, others 1."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError | JobError):
             sys.stderr.write(f"{error}\n")
-            raise SystemExit(2) from None
+            raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
 
 
-def from_command_line(
-    words: list[str], running: Sequence[Stage] | None = None
-) -> RunConfig | None:
+def from_command_line(words: list[str], running: Sequence[Stage] | None = None) -> RunConfig | None:
     """A configuration, or None when the words only asked to see something."""
     if {"-h", "--help"} & set(words):
         sys.stdout.write(USAGE.format(program=Path(sys.argv[0]).name, groups=group_table()) + "\n")
@@ -96,6 +94,10 @@ def from_command_line(
             "--multirun: a sweep inside one job deadlocks in its second process group; "
             "use python -m launch.sweep sweep=ttt_depth"
         )
+    plain = (word.lstrip("+") for word in words)
+    sweep = next((word for word in plain if word.startswith("sweep=")), None)
+    if sweep:
+        raise ConfigError(f"{sweep}: one job is one point; use python -m launch.sweep {sweep}")
     show = "--cfg" in words
     if show:
         at = words.index("--cfg")

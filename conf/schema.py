@@ -11,6 +11,10 @@ class ConfigError(ValueError):
     """A setting a person can mend. The message names knob, value, rule and way out."""
 
 
+class JobError(RuntimeError):
+    """What stopped a job whose settings were in order. The message names it and the way out."""
+
+
 class Stage(Enum):
     prepare = "prepare"
     capture = "capture"

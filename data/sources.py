@@ -74,7 +74,9 @@ def find_files(paths: list[str], knob: str = "data.path") -> list[Path]:
     Raises ConfigError for a path that does not exist, a folder without data, an extension that is
     not read, and an empty list.
     """
-    maker = "" if knob.startswith("regenerate") else "make one with python -m data.regenerate, then "
+    maker = (
+        "" if knob.startswith("regenerate") else "make one with python -m data.regenerate, then "
+    )
     remedy = f"{maker}give {knob}=FILE.jsonl"
     if not paths:
         raise ConfigError(f"{knob}=[]: names no conversation file; {remedy}")

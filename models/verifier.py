@@ -58,8 +58,8 @@ class Verifier:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.facts = facts
-        self.backbone: nn.Module = model.get_decoder()
-        self.head: nn.Module = model.get_output_embeddings()
+        self.backbone: Any = model.get_decoder()  # each family's own class
+        self.head: Any = model.get_output_embeddings()
         self._aux: dict[int, Tensor] = {}
         self._watch_streams()
 
@@ -77,7 +77,8 @@ class Verifier:
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
-        verifier = cls(model.to(device), load_tokenizer(section, cache), facts)
+        nn.Module.to(model, device)
+        verifier = cls(model, load_tokenizer(section, cache), facts)
         verifier.folder = folder
         return verifier
 

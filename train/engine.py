@@ -51,6 +51,7 @@ class Engine:
         self.stage = cfg.engine.zero_stage
         if not torch.cuda.is_available():
             skip_cpu_build()
+        self.module = module
         trainable = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trainable,
@@ -59,17 +60,16 @@ class Engine:
             eps=cfg.optim.eps,
             weight_decay=cfg.optim.weight_decay,
         )
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+        initialize: Any = deepspeed.initialize  # its annotations are narrower than what it takes
+        self.engine, self.optimizer, _, _ = initialize(
             model=module,
             model_parameters=trainable,
             optimizer=optimizer,
             config=deepspeed_config(cfg, ranks.world_size),
             dist_init_required=False,
         )
-
-    @property
-    def module(self) -> TrainingTimeTest:
-        return self.engine.module
+        # DeepSpeed clips plain fp32 gradients without keeping their norm.
+        self.normless = trainable if self.stage == 0 and self.dtype is torch.float32 else []
 
     @property
     def device(self) -> torch.device:
@@ -96,16 +96,18 @@ class Engine:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * (self.accumulation * self.world_size))
 
-    def step(self, lr: float) -> float | None:
+    def step(self, lr: float) -> float:
         """Update the weights at learning rate ``lr`` -> the gradient norm before clipping.
 
-        None where DeepSpeed keeps no norm (stage 0 in fp32).
+        The norm is infinite or NaN where a gradient is; but at stage 0 in fp32 DeepSpeed has then
+        left the weights as they were.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        gradients = [p.grad for p in self.normless if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+        return float(self.engine.get_global_grad_norm() if norm is None else norm)
 
     def draft_state(self) -> dict[str, Tensor]:
         """The draft's tensors, whole on every rank, in the training precision."""

@@ -123,6 +123,7 @@ def flat(figures: dict) -> dict[str, float]:
 def start_wandb(cfg: RunConfig, folder: Path):
     """A Weights & Biases run: online when logged in and reachable, else offline, and it says so."""
     import wandb  # a second of import time, and only those who ask for it pay
+    from wandb.errors import CommError, UsageError
 
     settings = wandb.Settings(init_timeout=WANDB_TIMEOUT, silent=True)
     common = {
@@ -135,7 +136,7 @@ def start_wandb(cfg: RunConfig, folder: Path):
     if logged_in:
         try:
             return wandb.init(mode="online", settings=settings, **common)
-        except (wandb.errors.CommError, wandb.errors.UsageError, TimeoutError) as error:
+        except (CommError, UsageError, TimeoutError) as error:
             say(f"wandb: no server ({str(error).splitlines()[0]}); logging offline")
     return wandb.init(mode="offline", settings=settings, **common)
 

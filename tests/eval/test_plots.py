@@ -38,7 +38,11 @@ def test_every_plot_is_a_png_of_the_right_size(tmp_path: Path):
     )
     curves = [Curve(f"depth {k}", [0.5, 0.1 * k, math.nan]) for k in range(9)]
     draw_depth_sweep(tmp_path / "new" / "d.png", curves)
-    rows = [{"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.5}, {"step": 20, "held_out": {"tau": 1.5}}]
+    rows = [
+        {"step": 10, "loss": 2.0},
+        {"step": 20, "loss": 1.5},
+        {"step": 20, "held_out": {"tau": 1.5}},
+    ]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("\n".join(json.dumps(row | {"tau": 1.2}) for row in rows) + "\n")
     assert draw_training(tmp_path / "t.png", metrics)
