@@ -56,10 +56,16 @@ fi
 sed 's/^/  vLLM: /' "$vllm_log"
 check "pytest with real vLLM" tests "${speed}vllm" "$@"
 
+# count WORD: how many tests the closing lines of pytest give that outcome.
+count() {
+  grep -E ' in [0-9.]+s( \([0-9:]+\))?$' "$log" | grep -oE "[0-9]+ $1" | awk '{n += $1} END {print n + 0}'
+}
+
 printf '\nSummary after %d min %d s\n' $((SECONDS / 60)) $((SECONDS % 60))
 printf '  %s\n' "${results[@]}"
 if grep -q '^SKIPPED' "$log"; then
   echo "  Skipped:"
   grep '^SKIPPED' "$log" | sed 's/^SKIPPED/   /'
 fi
+echo "Tests: $(count passed) passed, $(($(count failed) + $(count error))) failed, $(count skipped) skipped"
 exit "$failed"

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from conf.runtime import sync_folder, write_atomically
-from conf.schema import ConfigError
+from conf.schema import ConfigError, JobError
 from data.distributed import barrier
 from train.engine import Engine
 
 STATE = "state.json"  # written last: a folder that has it is whole
+WRITE_FAILED = "inline_container"  # all that torch.save says of a disk that takes no more
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,25 @@ class Checkpoints:
         return sorted(path.parent for path in self.folder.glob(f"step-*/{STATE}"))
 
     def save(self, engine: Engine, state: TrainState) -> None:
-        """Write to a temporary folder on all ranks, then rename it on the first."""
+        """Write to a temporary folder on all ranks, then rename it on the first.
+
+        Raises JobError when the disk does not take it.
+        """
         final = self.folder / f"step-{state.step:08d}"
         temporary = self.folder / f".writing-{state.step:08d}"
         if self.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         barrier()
-        engine.save(temporary)
+        try:
+            engine.save(temporary)
+        except RuntimeError as error:
+            if WRITE_FAILED not in str(error):
+                raise
+            raise JobError(
+                f"{temporary}: the checkpoint cannot be written; make room on that disk and run "
+                "the same command again, which goes on from the checkpoint before"
+            ) from error
         barrier()
         if self.is_main:
             write_atomically(temporary / STATE, json.dumps(asdict(state), indent=2))
@@ -60,6 +72,9 @@ class Checkpoints:
 
         Raises ConfigError when it was written by another configuration or number of ranks.
         """
+        if self.is_main:
+            for leftover in self.folder.glob(".writing-*"):
+                shutil.rmtree(leftover)  # of a run that was killed
         found = self.whole()
         if not found:
             return fresh

@@ -2,35 +2,47 @@
 
 import json
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from conf.runtime import RankInfo, fingerprint, plain, run_dir, say, write_atomically
-from conf.schema import ConfigError, Normalise, OptimSection, Precision, RunConfig
+from conf.runtime import (
+    RankInfo,
+    cache_dir,
+    fingerprint,
+    plain,
+    run_dir,
+    say,
+    write_atomically,
+)
+from conf.schema import ConfigError, JobError, Normalise, OptimSection, Precision, RunConfig
 from data.distributed import pick_device, sum_over_ranks
 from data.loader import TrainLoader, on_device
 from data.reader import ShardReader
 from data.records import PreparedData, TTTBatch
 from eval.acceptance import AcceptanceReport
-from models.draft_file import save_draft
+from models.bundled import resolve
+from models.draft_file import CONFIG, save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
-from models.verifier import VerifierEnds, load_ends, load_facts, scaled_logits
+from models.verifier import (
+    VerifierEnds,
+    load_ends,
+    load_facts,
+    scaled_logits,
+    weights_fingerprint,
+)
 from models.vocab import DraftVocab
 from train.checkpoint import Checkpoints, TrainState
 from train.engine import Engine
 from train.held_out import measure
 from train.loss import Distillation
-from train.metrics import Interval, MetricsLog, all_finite
+from train.metrics import Interval, MetricsLog, flat
 from train.ttt import TrainingTimeTest, supervised_rows
 
 MIN_TEACHER_AGREEMENT = 0.9  # bf16 rounding flips near-ties, other weights flip nearly all
-
-
-class NonFiniteLoss(RuntimeError):
-    """Training diverged; the last good checkpoint is untouched."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +64,11 @@ class Schedule:
 def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -> Path:
     """Train a draft head on cached states -> the folder of the best one.
 
-    Raises NonFiniteLoss when the loss or its gradient stops being finite.
+    Raises JobError when the loss or its gradient stops being finite, and ConfigError when the
+    cache is another verifier's.
     """
     device = pick_device(cfg.run.device, ranks.local_rank)
-    reader = ShardReader(cached)
+    reader = ShardReader(cached, weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg))))
     module = build(cfg, prepared, reader, device)
     engine = Engine(cfg, module, ranks)
     loader = TrainLoader(reader, cfg.optim, cfg.run.seed, ranks)
@@ -64,43 +77,46 @@ def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -
 
     folder = run_dir(cfg)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.log.keep, ranks.is_main)
-    fresh = TrainState(0, -1.0, 0, ranks.world_size, curve_fingerprint(cfg, prepared))
+    fresh = TrainState(
+        0, -1.0, 0, ranks.world_size, curve_fingerprint(cfg, reader.manifest.fingerprint)
+    )
     state = checkpoints.resume(engine, fresh)
+    refuse_lost_head(folder / "best", state)
     describe(cfg, engine, loader.steps_per_epoch, total, state.step)
 
-    log = MetricsLog(cfg, folder, ranks, total)
-    log.truncate(state.step)
     interval = Interval(cfg.ttt.depth, device)
     step, best_tau, best_step = state.step, state.best_tau, state.best_step
 
-    for window in loader.windows(start_step=step):
-        # ---- one training step -------------------------------------------------------------
-        batches = [on_device(batch, device, engine.dtype) for batch in window.batches]
-        weights = row_weights(cfg, batches)
-        for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-            output = engine(batch, weight)
-            engine.backward(output.loss, last=i == len(batches) - 1)
-            interval.add(output, batch.lengths)
-        norm = engine.step(schedule.lr(step))
-        step += 1
-        log.bar.update(1)
-        # --------------------------------------------------------------------------------------
-        saves = step % cfg.log.save_every == 0 or step == total
-        measures = step % cfg.log.valid_every == 0 or step == total
-        if saves or measures or step % cfg.log.every == 0:
-            figures = {**interval.close(cfg.ttt.decay), "lr": schedule.lr(step - 1)}
-            refuse_non_finite(cfg, figures, norm, step)
-            log.train(step, {**figures, "grad_norm": norm})
-        if measures:
-            report = measure(engine, reader, cfg.eval.valid_depth, ranks)
-            log.held_out(step, report)
-            if report.tau > best_tau:
-                best_tau, best_step = report.tau, step
-                keep_best(folder / "best", engine, report, ranks)
-        if saves:
-            kept = TrainState(step, best_tau, best_step, ranks.world_size, fresh.fingerprint)
-            checkpoints.save(engine, kept)
-    log.close()
+    with closing(MetricsLog(cfg, folder, ranks, total)) as log:
+        log.truncate(state.step)
+        for window in loader.windows(start_step=step):
+            # ---- one training step -------------------------------------------------------------
+            batches = [on_device(batch, device, engine.dtype) for batch in window.batches]
+            weights = row_weights(cfg, batches)
+            for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+                output = engine(batch, weight)
+                engine.backward(output.loss, last=i == len(batches) - 1)
+                interval.add(output, batch.lengths)
+            norm = engine.step(schedule.lr(step))
+            step += 1
+            refuse_non_finite(cfg, {"grad_norm": norm}, step)
+            log.bar.update(1)
+            # --------------------------------------------------------------------------------------
+            saves = step % cfg.log.save_every == 0 or step == total
+            measures = step % cfg.log.valid_every == 0 or step == total
+            if saves or measures or step % cfg.log.every == 0:
+                figures = {**interval.close(cfg.ttt.decay), "lr": schedule.lr(step - 1)}
+                refuse_non_finite(cfg, figures, step)
+                log.train(step, {**figures, "grad_norm": norm})
+            if measures:
+                report = measure(engine, reader, cfg.eval.valid_depth, ranks)
+                log.held_out(step, report)
+                if report.tau > best_tau or (step == total and not best_step):
+                    best_tau, best_step = report.tau, step
+                    keep_best(folder / "best", engine, report, ranks)
+            if saves:
+                kept = TrainState(step, best_tau, best_step, ranks.world_size, fresh.fingerprint)
+                checkpoints.save(engine, kept)
     say(f"best held-out tau {best_tau:.3f} at step {best_step}: {folder / 'best'}")
     return folder / "best"
 
@@ -109,7 +125,7 @@ def build(
     cfg: RunConfig, prepared: PreparedData, reader: ShardReader, device: torch.device
 ) -> TrainingTimeTest:
     """The draft and its teacher, checked against what capture stored."""
-    cache = Path(cfg.run.cache)
+    cache = cache_dir(cfg)
     facts = load_facts(cfg.verifier, cache)
     config = DraftConfig.of(cfg.draft, facts)
     vocab = DraftVocab.from_counts(prepared.token_counts, config.draft_vocab_size)
@@ -140,10 +156,13 @@ def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:
         )
 
 
-def curve_fingerprint(cfg: RunConfig, prepared: PreparedData) -> str:
-    """Everything that shapes the training curve; a checkpoint continues only its own."""
+def curve_fingerprint(cfg: RunConfig, states: str) -> str:
+    """Everything that shapes the training curve; a checkpoint continues only its own.
+
+    ``states`` is the capture's fingerprint, which covers verifier, template and data.
+    """
     return fingerprint(
-        prepared.fingerprint, cfg.verifier, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
+        states, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
         cfg.engine.precision, cfg.engine.zero_stage, cfg.engine.deepspeed, cfg.run.seed,
     )  # fmt: skip
 
@@ -163,11 +182,22 @@ def row_weights(cfg: RunConfig, batches: list[TTTBatch]) -> list[Tensor]:
     return [1 / (count.clamp_min(1) * whole.clamp_min(1)) for count in counts]
 
 
-def refuse_non_finite(cfg: RunConfig, figures: dict, norm: float | None, step: int) -> None:
-    if not all_finite(figures) or not math.isfinite(norm or 0.0):
-        raise NonFiniteLoss(
-            f"loss={figures['loss']}, gradient norm {norm} at step {step}: not finite; the last "
-            f"good checkpoint is kept; try a smaller rate than optim.lr={cfg.optim.lr}"
+def refuse_non_finite(cfg: RunConfig, figures: dict, step: int) -> None:
+    wrong = [(name, value) for name, value in flat(figures).items() if not math.isfinite(value)]
+    if wrong:
+        raise JobError(
+            f"optim.lr={cfg.optim.lr}: training diverged, {wrong[0][0]} is {wrong[0][1]} at step "
+            f"{step}; the last checkpoint and best/ stay as they are; try a smaller rate under "
+            "another run.name"
+        )
+
+
+def refuse_lost_head(folder: Path, state: TrainState) -> None:
+    """A run goes on only with the best head it has found so far."""
+    if state.best_step and not (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"{folder}: holds no head, though this run kept one at step {state.best_step}; put it "
+            f"back, or delete {folder.parent} to train anew"
         )
 
 

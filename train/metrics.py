@@ -1,7 +1,7 @@
 """What training reports: sums and counts until printed; JSON lines always, W&B if asked."""
 
 import json
-import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.runtime import RankInfo, plain, say
+from conf.runtime import RankInfo, plain, say, write_atomically
 from conf.schema import RunConfig
 from data.distributed import sum_over_ranks
 from eval.acceptance import AcceptanceReport
@@ -70,13 +70,14 @@ class MetricsLog:
         )
 
     def truncate(self, step: int) -> None:
-        """Drop lines beyond ``step``: a resumed run writes them again."""
+        """Drop lines beyond ``step``, and half a last line: a resumed run writes them again."""
         self.bar.n = self.bar.initial = step
         if not self.is_main or not self.path.is_file():
             return
-        rows = [json.loads(line) for line in self.path.read_text().splitlines() if line.strip()]
-        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
-        self.path.write_text("".join(kept))
+        lines = self.path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        write_atomically(self.path, "".join(kept))
 
     def write(self, step: int, figures: dict) -> None:
         if not self.is_main:
@@ -132,14 +133,11 @@ def start_wandb(cfg: RunConfig, folder: Path):
         "dir": str(folder),
         "config": plain(cfg),
     }
-    logged_in = wandb.api.api_key is not None
-    if logged_in:
+    if os.environ.get("WANDB_MODE"):  # online, offline or disabled: the user's word counts
+        return wandb.init(settings=settings, **common)
+    if wandb.login(prompt=False, verify=False):  # no network: init finds out in WANDB_TIMEOUT
         try:
             return wandb.init(mode="online", settings=settings, **common)
         except (CommError, UsageError, TimeoutError) as error:
             say(f"wandb: no server ({str(error).splitlines()[0]}); logging offline")
     return wandb.init(mode="offline", settings=settings, **common)
-
-
-def all_finite(figures: dict) -> bool:
-    return all(math.isfinite(value) for value in flat(figures).values())
