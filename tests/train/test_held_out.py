@@ -1,0 +1,193 @@
+"""The held-out walk gives what the decoding loop gives on text the verifier wrote itself."""
+
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.runtime import RankInfo
+from conf.schema import DraftSection, HeadInit, LossKind, Precision, TTTSection, VerifierSection
+from data.loader import collate
+from data.records import CachedSample, TokenizedSample, TTTBatch
+from eval.acceptance import AcceptanceReport, Counters, report_acceptance, total
+from eval.decode import DecodeSettings, decode_plain, decode_speculative
+from models.eagle3 import DraftConfig, Eagle3Draft
+from models.verifier import Verifier, load_ends
+from models.vocab import DraftVocab
+from train import held_out
+from train.held_out import from_row, measure, to_row, walk_answers
+from train.loss import Distillation
+from train.ttt import TrainingTimeTest, unroll_own
+
+CHAINS = (1, 3, 5)
+ALONE = RankInfo(0, 1, 0)
+LIMIT = 36  # tokens of an answer
+
+
+@dataclass
+class Asked:
+    prompt: list[int]
+    eos_ids: list[int]
+
+
+@dataclass
+class Bench:
+    """A verifier, a draft that is right now and then, and answers of the verifier's own."""
+
+    verifier: Verifier
+    draft: Eagle3Draft
+    asked: list[Asked]
+    samples: list[CachedSample]  # prompt, greedy answer, and max(CHAINS) tokens beyond it
+
+    def live(self, n_draft: int) -> list[Counters]:
+        """What decoding gives for every prompt."""
+        counters = []
+        for one in self.asked:
+            settings = DecodeSettings(n_draft, LIMIT, one.eos_ids)
+            run = decode_speculative(self.verifier, self.draft, one.prompt, settings)
+            counters.append(Counters.of(run.rounds, len(run.tokens), n_draft))
+        return counters
+
+
+def greedy_sample(verifier: Verifier, one: Asked) -> CachedSample:
+    prompt = one.prompt
+    plain = decode_plain(verifier, prompt, DecodeSettings(0, LIMIT, one.eos_ids), max(CHAINS))
+    ids = torch.tensor([*prompt, *plain.tokens, *plain.tail])
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    mask[len(prompt) : len(prompt) + len(plain.tokens)] = True
+    states = verifier.states(ids[None])
+    logits = verifier.logits_from(states.last[0])
+    sample = TokenizedSample("", ids, mask, greedy=True, held_out=True)
+    return CachedSample(
+        sample, states.aux[0], states.last[0], logits.argmax(-1), logits.logsumexp(-1)
+    )
+
+
+def overfit(draft: Eagle3Draft, batch: TTTBatch, head: Tensor, verifier: Verifier) -> None:
+    """A few updates on the very text: enough to be right now and then, too few to be always."""
+    ttt = TTTSection(depth=2)
+    module = TrainingTimeTest(draft, Distillation(LossKind.ce, head, verifier.model.config), ttt)
+    trained = [p for p in draft.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    weights = torch.full((len(batch.lengths),), 1 / int(batch.loss_mask.sum()))
+    for _ in range(40):
+        module(batch, weights).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    draft.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    cache = tmp_path_factory.mktemp("cache")
+    section = VerifierSection(path=str(tiny_verifier), dtype=Precision.float32)
+    verifier = Verifier.load(section, cache, torch.device("cpu"), torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 128, (size,), generator=generator).tolist() for size in (1, 7, 20)]
+    asked = [Asked(prompt, []) for prompt in prompts]
+    samples = [greedy_sample(verifier, one) for one in asked]
+    first = samples[2].sample.input_ids.tolist()[20:]
+    asked[2].eos_ids = [first[17]]  # from now on this answer ends before the limit
+    samples[2] = greedy_sample(verifier, asked[2])
+    assert 2 < int(samples[2].sample.loss_mask.sum()) <= 18
+    torch.manual_seed(0)
+    draft = Eagle3Draft(DraftConfig.of(DraftSection(vocab_size=None), verifier.facts))
+    ends = load_ends(section, cache, torch.float32)
+    vocab = DraftVocab.from_counts(torch.ones(128, dtype=torch.int64), None)
+    draft.initialise(ends, vocab, HeadInit.verifier)
+    overfit(draft, collate(samples), ends.head, verifier)
+    return Bench(verifier, draft, asked, samples)
+
+
+@pytest.mark.parametrize("n_draft", CHAINS)
+def test_the_walk_gives_the_loops_own_counters(bench: Bench, n_draft: int):
+    live = bench.live(n_draft)
+    for cached, counters in zip(bench.samples, live, strict=True):
+        proposed = unroll_own(bench.draft, collate([cached]), n_draft)[:, 0].T
+        sample = cached.sample
+        assert walk_answers(proposed, sample.input_ids, sample.loss_mask) == counters
+    assert 0 < total(live).accepted < total(live).drafted  # else the test shows nothing
+
+
+def test_a_batch_is_walked_like_its_samples(bench: Bench):
+    """Padding changes no proposal of a real row."""
+    together = unroll_own(bench.draft, collate(bench.samples), 3)
+    for place, cached in enumerate(bench.samples):
+        alone = unroll_own(bench.draft, collate([cached]), 3)[:, 0]
+        assert torch.equal(together[:, place, : alone.shape[1]], alone)
+
+
+def test_every_answer_of_a_sample_is_walked(bench: Bench):
+    """Two answers in one text: each starts at the row before its own first token."""
+    ids = torch.arange(12)
+    mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
+    right = torch.stack([ids + 2, ids + 3], 1)  # row t: x[t+2], x[t+3]
+    found = walk_answers(right, ids, mask)
+    # [2, 5): rows 1, 2 in one round; [7, 11): rows 6, 7, 8 in one round
+    assert found == Counters(2, 4, 4, [2, 2], [2, 2], 3 + 4)
+    wrong = walk_answers(torch.zeros_like(right), ids, mask)
+    assert wrong == Counters(5, 10, 5, [0, 0], [5, 0], 3 + 4)
+    assert walk_answers(right, ids, mask & (ids == 4)).rounds == 0  # one token: nothing to draft
+
+
+class FakeReader:
+    """The part of ShardReader that ``measure`` uses."""
+
+    def __init__(self, samples: list[CachedSample], greedy: list[bool]):
+        self.samples, self.greedy = samples, greedy
+        self.valid_indices = list(range(len(samples)))
+
+    def read(self, index: int) -> CachedSample:
+        return self.samples[index]
+
+
+def measured(bench: Bench, greedy: list[bool], ranks: RankInfo) -> AcceptanceReport:
+    engine = SimpleNamespace(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        propose=lambda batch, depth: unroll_own(bench.draft, batch, depth),
+    )
+    return measure(engine, FakeReader(bench.samples, greedy), 3, ranks)
+
+
+def test_measure_reports_the_loops_counters(bench: Bench):
+    live = bench.live(3)
+    report = measured(bench, [True] * 3, ALONE)
+    assert report == report_acceptance(live, held_out.RESAMPLES, seed=0)
+    assert report.tau == pytest.approx(1 + sum(report.survival_by_depth))
+    assert measured(bench, [False, True, False], ALONE).counters == live[1]  # others' text is left
+    assert measured(bench, [False] * 3, ALONE).counters == total(live)  # unless there is no other
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_ranks_share_the_samples_and_agree(
+    bench: Bench, world: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Each rank fills its own rows of one table; their sum is the table of one rank alone."""
+    tables: list[Tensor] = []
+
+    def note(table: Tensor) -> Tensor:
+        tables.append(table.clone())
+        return table
+
+    expected = measured(bench, [True] * 3, ALONE)
+    monkeypatch.setattr(held_out, "sum_over_ranks", note)
+    for rank in range(world):
+        # A rank alone sees part of the rounds, perhaps none; only its table counts here.
+        monkeypatch.setattr(held_out, "report_acceptance", lambda *_args, **_named: None)
+        measured(bench, [True] * 3, RankInfo(rank, world, rank))
+    summed = reduce(torch.add, tables)
+    assert all(int((table.sum(1) > 0).sum()) <= -(-3 // world) for table in tables)
+    counters = [from_row(row, 3) for row in summed.tolist()]
+    assert report_acceptance(counters, held_out.RESAMPLES, seed=0) == expected
+
+
+def test_a_row_holds_all_counters():
+    counters = Counters(7, 21, 12, [5, 3, 1], [7, 5, 3], 40)
+    row = to_row(counters)
+    assert row.shape == (2 * 3 + 4,) and from_row(row.tolist(), 3) == counters
+    assert from_row((row + row).tolist(), 3) == counters + counters
