@@ -53,6 +53,7 @@ class Checkpoints:
         except RuntimeError as error:
             if WRITE_FAILED not in str(error):
                 raise
+            shutil.rmtree(temporary, ignore_errors=True)
             raise JobError(
                 f"{temporary}: the checkpoint cannot be written; make room on that disk and run "
                 "the same command again, which goes on from the checkpoint before"

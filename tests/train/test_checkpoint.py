@@ -91,7 +91,7 @@ def test_a_full_disk_is_named_and_the_one_before_stays(checkpoints: Checkpoints)
         torch.save(torch.zeros(100_000), "/dev/full")
     with pytest.raises(JobError, match=r"cannot be written; make room .*goes on"):
         checkpoints.save(FakeEngine(torch_said.value), replace(FRESH, step=20))
-    assert [path.name for path in checkpoints.whole()] == ["step-00000010"]
+    assert names(checkpoints.folder) == ["step-00000010"]
     with pytest.raises(RuntimeError, match=r"^another trouble$"):
         checkpoints.save(FakeEngine(RuntimeError("another trouble")), replace(FRESH, step=20))
     assert checkpoints.resume(FakeEngine(), FRESH).step == 10
