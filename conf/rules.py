@@ -7,7 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from conf.schema import ConfigError, RunConfig, Stage
+from conf.schema import Attention, ConfigError, RunConfig, Stage
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -29,8 +29,9 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
     for rules in (positive_numbers, shares, choices, combinations):
         for message in rules(cfg):
             raise ConfigError(message)
-    for message in places(cfg, running):
-        raise ConfigError(message)
+    for rules in (flash_for_capture_alone, places):
+        for message in rules(cfg, running):
+            raise ConfigError(message)
     return cfg
 
 
@@ -147,6 +148,15 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
         yield (
             f"optim.batch_size={cfg.optim.batch_size}: smaller than the {world} ranks, some would "
             f"idle; try optim.batch_size={world}"
+        )
+
+
+def flash_for_capture_alone(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
+    """Decoding hands the verifier masks of its own, which flash_attention_2 does not take."""
+    if cfg.verifier.attention is Attention.flash_attention_2 and Stage.eval in running:
+        yield (
+            "verifier.attention=flash_attention_2: works for stages=[prepare,capture,train] and "
+            "not for decoding; evaluate with verifier.attention=sdpa"
         )
 
 

@@ -37,6 +37,7 @@ class Device(Enum):
 class Attention(Enum):
     sdpa = "sdpa"
     eager = "eager"
+    flash_attention_2 = "flash_attention_2"  # needs flash-attn and CUDA; for capture alone
 
 
 class HeadInit(Enum):

@@ -23,6 +23,7 @@ from eval.prompts import encode_turns, read_prompts, take
 from eval.toy import CASES, ToyResult, run_toy
 from models.draft_file import CONFIG, load_draft
 from models.eagle3 import Eagle3Draft
+from models.generate import end_ids
 from models.verifier import Verifier
 
 
@@ -119,9 +120,9 @@ def check_head(request: Request) -> LosslessReport:
     cfg = load_saved(request.head.parent / "config.yaml")
     device = pick_device(cfg.run.device, 0)
     prompts = take(read_prompts(request.prompts or cfg.eval.prompts).prompts, request.count)
-    draft = load_draft(request.head, device, torch.float32)
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
-    settings = DecodeSettings(cfg.eval.n_draft, request.new_tokens, verifier.facts.eos_ids)
+    draft = load_draft(request.head, device, torch.float32, verifier.embedding)
+    settings = DecodeSettings(cfg.eval.n_draft, request.new_tokens, end_ids(verifier))
     ids = [
         encode_turns(verifier.tokenizer, first_question(one.turns), cfg.data.template_kwargs)
         for one in prompts

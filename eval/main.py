@@ -33,6 +33,7 @@ from eval.speed import SpeedReport, measure_speed
 from eval.summary import build_report, read_held_out_tau
 from eval.verify import AcceptRule
 from models.draft_file import load_draft
+from models.generate import end_ids
 from models.sampling import Sampling
 from models.verifier import Verifier, load_facts
 
@@ -59,7 +60,7 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
     device = pick_device(cfg.run.device, RankInfo.from_env().local_rank)
 
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
-    draft = load_draft(draft_folder, device, torch.float32)
+    draft = load_draft(draft_folder, device, torch.float32, verifier.embedding)
     settings = decode_settings(cfg, verifier)
     say(f"eval: {len(chosen.top)} prompts, {len(chosen.unseen)} of unseen patterns, float32")
     exact = run_exact(
@@ -100,7 +101,7 @@ def decode_settings(cfg: RunConfig, verifier: Verifier) -> DecodeSettings:
     return DecodeSettings(
         n_draft=cfg.eval.n_draft,
         max_new_tokens=cfg.eval.max_new_tokens,
-        eos_ids=verifier.facts.eos_ids,
+        eos_ids=end_ids(verifier),
         sampling=Sampling(cfg.eval.temperature),
         rule=rule,
         seed=cfg.run.seed,
@@ -116,7 +117,7 @@ def time_runs(
     dtype = getattr(torch, cfg.eval.speed_dtype.value)
     say(f"eval: {len(prompts)} answers timed, {cfg.eval.speed_dtype.value}")
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
-    draft = load_draft(draft_folder, device, dtype)
+    draft = load_draft(draft_folder, device, dtype, verifier.embedding)
     settings = decode_settings(cfg, verifier)
     lengths = sorted(set(cfg.eval.n_sweep))
     return measure_speed(verifier, draft, prompts, settings, lengths, cfg.eval.bootstrap)

@@ -160,6 +160,12 @@ def check_plain_attention(text: PreTrainedConfig, config: PreTrainedConfig, capa
             f"verifier.path={name}: its positions are not rotary; decoding with a length per "
             "sequence needs a rotary verifier such as Llama or Qwen3"
         )
+    attention = str(getattr(config, "_attn_implementation", None))
+    if attention.startswith("flash"):
+        raise ConfigError(
+            f"verifier.attention={attention}: takes no mask, and decoding with a length per "
+            "sequence needs one; take verifier.attention=sdpa"
+        )
     kinds, settings = get_layer_types_and_kwargs(text)
     for kind, setting in zip(kinds, settings, strict=True):
         window = (

@@ -70,13 +70,19 @@ class Verifier:
         """Load weights (safetensors only) onto ``device``. Raises ConfigError when not found."""
         folder = resolve(section.path, cache)
         facts = load_facts(section, cache)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=section.attention.value,
-            trust_remote_code=section.trust_remote_code,
-            use_safetensors=True,
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=section.attention.value,
+                trust_remote_code=section.trust_remote_code,
+                use_safetensors=True,
+            )
+        except ImportError as error:  # transformers names the package that is not there
+            raise ConfigError(
+                f"verifier.attention={section.attention.value}: {str(error).splitlines()[0]}; "
+                "take verifier.attention=sdpa"
+            ) from error
         nn.Module.to(model, device)
         verifier = cls(model, load_tokenizer(section, cache), facts)
         verifier.folder = folder
@@ -91,6 +97,11 @@ class Verifier:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D]."""
+        return self.model.get_input_embeddings().weight
 
     def _watch_streams(self) -> None:
         """Keep the residual stream after n layers: what layer n receives, or layer L-1 returns."""

@@ -38,6 +38,7 @@ def test_every_group_file_composes(group: str, option: str):
         (["ttt.depth=null"], ["ttt.depth"]),
         (["verifier=llama9"], ["llama9", "qwen3_8b"]),
         (["loss.kind=mse"], ["loss.kind", "mse", "kl"]),
+        (["stages=[eval]", "verifier.attention=flash_attention_2"], ["attention=sdpa"]),
         (["ttt.decay=1.5"], ["ttt.decay=1.5", "0.8"]),
         (["draft.fc_norm=true", "draft.norm_before_fc=true"], ["norm_before_fc", "fc_norm"]),
         (["engine.zero_stage=4"], ["engine.zero_stage=4"]),
