@@ -1,11 +1,13 @@
 """From a command line to one judged RunConfig; a mistake becomes one sentence and exit code 2."""
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -13,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.rules import validate
+from conf.runtime import RankInfo, note_in_log
 from conf.schema import ConfigError, JobError, RunConfig, Stage
 
 FOLDER = Path(__file__).resolve().parent
@@ -49,7 +52,7 @@ def load_saved(path: Path) -> RunConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
         cfg = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(one_sentence(error, [str(path)])) from error
     assert isinstance(cfg, RunConfig)
     return cfg
@@ -75,12 +78,23 @@ def entry(
 class sentence_on_error:
     """Turn an error into its sentence on standard error and an exit code: bad input 2, others 1."""
 
+    def __init__(self, alike: bool = False):
+        """``alike``: every rank meets the same error, so the first one speaks for all."""
+        self.speaks = not alike or RankInfo.from_env().is_main
+
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error = JobError(
+                f"{error.filename or 'run.root or run.cache'}: the disk became full; make room and "
+                "run the same command again, which goes on from what is finished"
+            )
         if isinstance(error, ConfigError | JobError):
-            sys.stderr.write(f"{error}\n")
+            if self.speaks:
+                sys.stderr.write(f"{error}\n")
+                note_in_log(str(error))
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
 
 

@@ -18,6 +18,8 @@ FILLED_BY_ENGINE = {
     "scheduler",
     "bf16",
     "fp16",
+    "steps_per_print",
+    "zero_allow_untested_optimizer",
 }
 
 
@@ -41,7 +43,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "draft.intermediate_size": "null",
     "draft.max_positions": "null",
     "data.max_samples": "null",
-    "regenerate.max_new_tokens": "128",
+    "regenerate.max_new_tokens": "512",
     "regenerate.batch_size": "64",
     "capture.batch_tokens": "4096",
     "capture.shard_mib": "1024",
@@ -107,8 +109,8 @@ def shares(cfg: RunConfig) -> Iterator[str]:
         ("regenerate.temperature", cfg.regenerate.temperature),
         ("optim.weight_decay", cfg.optim.weight_decay),
     ):
-        if value < 0:
-            yield f"{knob}={value}: must not be negative; try {knob}=0"
+        if not 0 <= value < float("inf"):
+            yield f"{knob}={value}: must be a finite number, at least 0; try {knob}=0"
 
 
 def choices(cfg: RunConfig) -> Iterator[str]:
@@ -126,6 +128,11 @@ def choices(cfg: RunConfig) -> Iterator[str]:
             f"engine.deepspeed.{min(taken)}: Eyrie fills it from optim and engine; "
             "remove it and set those knobs"
         )
+    if "stage" in (cfg.engine.deepspeed.get("zero_optimization") or {}):
+        yield (
+            "engine.deepspeed.zero_optimization.stage: Eyrie fills it from engine.zero_stage; "
+            f"remove it and set that, now engine.zero_stage={cfg.engine.zero_stage}"
+        )
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
         yield f"optim.betas={list(cfg.optim.betas)}: two numbers in [0, 1); try [0.9,0.95]"
     if not cfg.eval.n_sweep or min(cfg.eval.n_sweep) < 1:
@@ -137,6 +144,13 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
         yield (
             "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "
             "set one of them to false"
+        )
+    if cfg.regenerate.samples < 0:
+        yield f"regenerate.samples={cfg.regenerate.samples}: must not be negative; try 0"
+    if cfg.regenerate.samples and cfg.regenerate.temperature == 0:
+        yield (
+            "regenerate.temperature=0: samples at temperature 0 are copies of the greedy answer; "
+            "try regenerate.temperature=0.7, or regenerate.samples=0"
         )
     if not cfg.regenerate.greedy and cfg.regenerate.samples < 1:
         yield (
@@ -164,7 +178,7 @@ def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
     if not str(cfg.verifier.path):
         yield "verifier.path=: is empty; give a folder or a hub name, as in verifier=qwen3_8b"
     local = cfg.verifier.path.startswith(("/", "./", "../", "~"))
-    if local and not (Path(cfg.verifier.path) / "config.json").is_file():
+    if local and not (Path(cfg.verifier.path).expanduser() / "config.json").is_file():
         yield (
             f"verifier.path={cfg.verifier.path}: no folder with a config.json; "
             "give one, or a hub name"
@@ -178,5 +192,6 @@ def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
         if not paths:
             yield f"{knob}=[]: is empty; {remedy}, then {knob}=FILE"
         for path in paths:
-            if not Path(path).exists():
-                yield f"{knob}={path}: no such file or folder; {remedy}"
+            place = Path(path).expanduser()
+            if not place.exists() or (knob == "eval.prompts" and not place.is_file()):
+                yield f"{knob}={path}: no such file; {remedy}"

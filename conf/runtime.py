@@ -58,9 +58,14 @@ def say(text: str = "") -> None:
     """Print one line on standard output, from rank 0 alone."""
     if RankInfo.from_env().is_main:
         print(text, flush=True)  # noqa: T201  the one door to standard output
-        for path in _logs:
-            with path.open("a") as log:
-                log.write(text + "\n")
+        note_in_log(text)
+
+
+def note_in_log(text: str) -> None:
+    """Keep ``text`` in the run's log, if a run is on."""
+    for path in _logs:
+        with path.open("a") as log:
+            log.write(text + "\n")
 
 
 def progress(items: Iterable[Item], total: int, desc: str, unit: str) -> Iterable[Item]:
@@ -127,17 +132,23 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def ask_git(*words: str) -> str:
+    """What git says of the checkout; empty where there is no git or no repository."""
+    try:
+        answer = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return answer.stdout.strip()
+
+
 def provenance() -> dict[str, Any]:
     """What ran: the code's revision, package versions and the command line."""
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    revision = ask_git("rev-parse", "HEAD")
     return {
-        "git": git.stdout.strip() or None,
-        "git_dirty": bool(dirty.stdout.strip()),
+        "git": revision or None,
+        "git_dirty": bool(ask_git("status", "--porcelain")) if revision else None,
         "python": sys.version.split()[0],
         "packages": {name: metadata.version(name) for name in PACKAGES},
         "argv": sys.argv,

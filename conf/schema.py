@@ -115,7 +115,7 @@ class DataSection:
 class RegenerateSection:
     prompts: list[str] = field(default_factory=list)  # files whose user turns are answered
     output: str = "answers.jsonl"  # written in prompt order; a rerun continues it
-    max_new_tokens: int = 128  # limit of one answer; a cut answer is marked
+    max_new_tokens: int = 512  # limit of one answer; a cut answer is marked
     batch_size: int = 64  # answers generated side by side
     greedy: bool = True  # one greedy answer a prompt
     samples: int = 0  # sampled answers a prompt, besides

@@ -26,6 +26,7 @@ from data.distributed import (
     pick_device,
     setup,
     shutdown,
+    use_threads,
 )
 from data.manifest import Manifest, ShardEntry, shard_folder, write_manifest
 from data.prepare import prepare
@@ -40,7 +41,7 @@ def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
 
     Whole shards of an earlier run are kept; each rank writes every world_size-th missing one.
     Raises ConfigError when the disk is too small or becomes full (whole shards stay), and
-    ValueError when the states do not reproduce the verifier's own logits.
+    JobError when the states do not reproduce the verifier's own logits.
     """
     with ExitStack() as held, full_disk_named(cfg):
         job = broadcast_object(begin(cfg, prepared, held) if ranks.is_main else None)
@@ -173,6 +174,7 @@ def summary(manifest: Manifest) -> str:
 
 def main(cfg: RunConfig) -> None:
     ranks = RankInfo.from_env()
+    use_threads(cfg.engine.threads)
     setup(pick_device(cfg.run.device, ranks.local_rank))
     folder = broadcast_object(prepare(cfg).folder if ranks.is_main else None)
     assert folder is not None

@@ -32,6 +32,12 @@ def pick_device(choice: Device, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def use_threads(threads: int | None) -> None:
+    """Compute with so many CPU threads; None: this rank's share of the cores it may run on."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local))
+
+
 def setup(device: torch.device) -> None:
     """Join the other ranks: gloo on the CPU, nccl on CUDA. A second call does nothing.
 
@@ -81,18 +87,10 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def any_rank(flag: bool) -> bool:
-    """True on every rank when it is true on one."""
-    if not distributed.is_initialized():
-        return flag
-    votes = torch.tensor(int(flag), device=meeting_place())
-    distributed.all_reduce(votes, distributed.ReduceOp.MAX)
-    return bool(votes.item())
-
-
 def barrier() -> None:
     """Wait until every rank is here."""
-    any_rank(False)  # a reduction, because nccl's own barrier must be told the device
+    if distributed.is_initialized():  # a reduction: nccl's own barrier must be told the device
+        sum_over_ranks(torch.zeros((), device=meeting_place())).item()  # reading it waits for CUDA
 
 
 def broadcast_object(value: Payload) -> Payload:

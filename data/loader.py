@@ -22,8 +22,6 @@ AHEAD = 2  # windows read in the background
 class StepWindow:
     """What one rank computes in one optimizer step: equally many batches on every rank."""
 
-    step: int
-    epoch: int
     batches: list[TTTBatch]
 
 
@@ -91,7 +89,7 @@ class TrainLoader:
             batches.append(collate(samples) if samples else self.idle_batch())
         if torch.cuda.is_initialized():  # a copy from pinned memory overlaps with computation
             batches = [pinned(batch) for batch in batches]
-        return StepWindow(step, step // self.steps_per_epoch, batches)
+        return StepWindow(batches)
 
     def samples_of(self, step: int) -> list[int]:
         """The samples all ranks together see in one step, longest first."""

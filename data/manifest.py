@@ -1,17 +1,15 @@
 """The manifest of a hidden-state cache: what its shards hold, and whether they are all there."""
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conf.runtime import plain, progress, write_atomically
+from conf.runtime import plain, write_atomically
 from conf.schema import ConfigError
 
 FORMAT_VERSION = 1
 AUX_MEANING = "residual stream after n decoder layers, n ascending, concatenated"
 LAST_MEANING = "state after the final norm"
-READ_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -103,25 +101,3 @@ def open_manifest(folder: Path, verifier: str | None = None) -> Manifest:
                 "this shard again"
             )
     return manifest
-
-
-def verify(folder: Path) -> None:
-    """Read every shard, compare its checksum. Raises ConfigError naming the first damaged one."""
-    manifest = open_manifest(folder)
-    entries = progress(manifest.shards, len(manifest.shards), "verify shards", "shard")
-    for entry in entries:
-        path = shard_folder(folder) / entry.name
-        found = sha256_of(path)
-        if found != entry.sha256:
-            raise ConfigError(
-                f"{path}: sha256 is {found}, must be {entry.sha256}; delete the file and run "
-                "data.capture, which writes this shard again"
-            )
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(READ_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -15,7 +15,7 @@ from conf.runtime import cache_dir, fingerprint, progress, say
 from conf.schema import ConfigError, RunConfig
 from data.answer_file import AnswerFile, AnswerRow
 from data.dialects import RowRefused
-from data.distributed import pick_device
+from data.distributed import pick_device, use_threads
 from data.records import Conversation, Turn
 from data.sources import RowLog, find_files, read_conversations
 from data.template import encode_prompt
@@ -262,6 +262,7 @@ def make(cfg: RunConfig, batches: list[list[Job]], file: AnswerFile) -> None:
 
 
 def main(cfg: RunConfig) -> None:
+    use_threads(cfg.engine.threads)
     say(f"answers: {regenerate(cfg)}")
 
 

@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conf.runtime import sync_folder
-from data.manifest import Manifest, ShardEntry, sha256_of, shard_folder
+from data.manifest import Manifest, ShardEntry, shard_folder
 from data.records import TokenizedSample
+from models.bundled import sha256_of
 
 ROW_BYTES = 13  # of a token, states apart: id 4, mask 1, argmax 4, lse 4
 MIN_SHARDS = 16  # of a cache that would fit fewer

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from conf.schema import JobError
 from data.records import TokenizedSample
 from data.shards import SampleStates
 from models.verifier import Verifier
@@ -20,7 +21,7 @@ def states_of(
     """Run ``samples`` as one right-padded batch -> their states on the CPU, aux and last in dtype.
 
     argmax and lse come from the verifier's own logits, before the states are rounded to ``dtype``.
-    Raises ValueError naming the sample when its logits are not finite.
+    Raises JobError naming the sample when its logits are not finite.
     """
     ids, real = padded(samples)
     states = verifier.states(ids.to(verifier.device))
@@ -35,7 +36,7 @@ def states_of(
     found = [SampleStates(*rows) for rows in zip(*columns, strict=True)]
     for sample, one in zip(samples, found, strict=True):
         if not one.lse.isfinite().all():  # whatever overflows in a stream reaches the logits
-            raise ValueError(
+            raise JobError(
                 f"verifier.dtype={str(verifier.dtype).removeprefix('torch.')}: the verifier's "
                 f"logits for sample {sample.id} are not finite; try verifier.dtype=float32"
             )
@@ -53,7 +54,7 @@ def padded(samples: list[TokenizedSample]) -> tuple[Tensor, Tensor]:
 def check_states(
     verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Compare a few samples with the model library's own forward. Raises ValueError when wrong.
+    """Compare a few samples with the model library's own forward. Raises JobError when wrong.
 
     Teacher: the head applied to the stored last states gives the library's logits, by the root
     mean square of the worst row, within ``tolerance`` of the logits' own. Aux: the streams are the
@@ -81,11 +82,12 @@ def check_last(
     ours = verifier.logits_from(stored.to(verifier.device, verifier.dtype)).float()
     worst = (ours - theirs).square().mean(-1).sqrt().max() / theirs.square().mean().sqrt()
     if not worst <= tolerance:
-        raise ValueError(
+        raise JobError(
             f"capture.tolerance={tolerance}: the head applied to the stored last states is "
             f"{worst:.3g} away from the logits of {verifier.facts.path}, in units of their root "
             "mean square; the last state must be the one after the final norm, or "
-            f"capture.dtype={str(dtype).removeprefix('torch.')} is too coarse"
+            f"capture.dtype={str(dtype).removeprefix('torch.')} is too coarse: try float32 there, "
+            "or allow more"
         )
 
 
@@ -97,7 +99,8 @@ def check_aux(verifier: Verifier, sample: TokenizedSample) -> None:
     streams = verifier.states(ids).aux.chunk(len(facts.aux_layers), -1)
     for n, stream in zip(facts.aux_layers, streams, strict=True):
         if n < facts.num_layers and not torch.equal(stream, output.hidden_states[n]):
-            raise ValueError(
+            raise JobError(
                 f"verifier.aux_layers={facts.aux_layers}: stream {n} of {facts.path} is not the "
-                f"library's hidden_states[{n}]; {facts.architectures} cannot be captured"
+                f"library's hidden_states[{n}]; {facts.architectures} cannot be captured, "
+                "choose another verifier"
             )

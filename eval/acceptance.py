@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conf.schema import ConfigError
 from eval.decode import Round
 
 COVERAGE = 0.95  # of an interval
@@ -113,13 +114,16 @@ class AcceptanceReport:
 
 
 def report_acceptance(by_prompt: Sequence[Counters], resamples: int, seed: int) -> AcceptanceReport:
-    """Add up the prompts and bootstrap over them. Raises ValueError without a prompt.
+    """Add up the prompts and bootstrap over them. Raises ConfigError without a prompt.
 
     Percentile bootstrap of a ratio of sums: tokens of one prompt depend on each other, so whole
     prompts are drawn.
     """
     if not by_prompt:
-        raise ValueError("acceptance: no prompt was decoded; give at least one")
+        raise ConfigError(
+            "acceptance: no prompt was decoded and there is nothing to count; give at least one in "
+            "eval.prompts, or hold out more with data.valid_share"
+        )
     counters = total(by_prompt)
     depth = len(counters.accepted_by_depth)
     accepted = np.array([add_by_depth(c.accepted_by_depth, [0] * depth) for c in by_prompt])
@@ -197,7 +201,10 @@ class NgramTable:
         self._best: dict[tuple[int, ...], int] = {}
 
     def fit(self, texts: Iterable[list[int]]) -> "NgramTable":
-        """Count the successors in ``texts``; contexts do not cross from one to the next."""
+        """Count the successors in ``texts``; contexts do not cross from one to the next.
+
+        Raises ConfigError when there is none.
+        """
         counts: dict[tuple[int, ...], dict[int, int]] = {}
         for text in texts:
             for i, token in enumerate(text):
@@ -205,7 +212,10 @@ class NgramTable:
                     successors = counts.setdefault(tuple(text[i - size : i]), {})
                     successors[token] = successors.get(token, 0) + 1
         if not counts:
-            raise ValueError("n-gram table: no token to count; give at least one training answer")
+            raise ConfigError(
+                "data.path: no training answer has a token for the n-gram table; give more data or "
+                "hold out less with data.valid_share"
+            )
         self._best = {
             context: min(successors, key=lambda token: (-successors[token], token))
             for context, successors in counts.items()

@@ -221,8 +221,7 @@ class Speculation:
         if self.room():
             aux = self.target.states.aux
             if prompt.shape[1] > 1:
-                self.draft.feed(prompt[:, 1:], aux[:, :-1])
-                self.draft.catch_up()
+                self.draft.remember(prompt[:, 1:], aux[:, :-1])
             self.draft.feed(self.target.root, aux[:, -1:])
 
     def play_round(self, count: int) -> None:

@@ -6,20 +6,23 @@ compares the two loops of eval/decode.py in fp32 and runs the tables of eval/toy
 when either finds a difference, or when the toy test passes a rule that is known to be wrong.
 """
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from conf.compose import load_saved, sentence_on_error
 from conf.runtime import cache_dir, progress, say
 from conf.schema import ConfigError, RunSection
+from data.dialects import RowRefused
 from data.distributed import pick_device
 from data.records import Turn
+from data.template import encode_prompt, note_once
 from eval.decode import DecodeSettings, Generation, decode_plain, decode_speculative
-from eval.prompts import encode_turns, read_prompts, take
+from eval.parser import Parser
+from eval.prompts import EvalPrompt, read_prompts, take
 from eval.toy import CASES, ToyResult, run_toy
 from models.draft_file import CONFIG, load_draft
 from models.eagle3 import Eagle3Draft
@@ -43,6 +46,7 @@ class LosslessReport:
     checked: int
     identical: int
     differences: list[Difference]
+    refused: int = 0  # prompts that the chat template does not take
 
     @property
     def passed(self) -> bool:
@@ -96,7 +100,7 @@ def top_two_gap(verifier: Verifier, ids: list[int]) -> float:
 
 def newest_head(root: Path) -> Path:
     """The best/ folder written last under ``root``. Raises ConfigError when there is none."""
-    heads = [path.parent for path in root.glob(f"*/best/{CONFIG}")]
+    heads = [path.parent for path in root.rglob(f"best/{CONFIG}")]
     if not heads:
         raise ConfigError(
             f"{root}: no run with a best/ head in it; train one with bash launch/demo.sh or give "
@@ -123,11 +127,27 @@ def check_head(request: Request) -> LosslessReport:
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
     draft = load_draft(request.head, device, torch.float32, verifier.embedding)
     settings = DecodeSettings(cfg.eval.n_draft, request.new_tokens, end_ids(verifier))
-    ids = [
-        encode_turns(verifier.tokenizer, first_question(one.turns), cfg.data.template_kwargs)
-        for one in prompts
-    ]
-    return check_greedy(verifier, draft, ids, settings)
+    ids = encode_first(verifier, prompts, cfg.data.template_kwargs)
+    if not ids:
+        raise ConfigError(
+            "eval.prompts: the chat template refuses every prompt; give others with --prompts"
+        )
+    report = check_greedy(verifier, draft, ids, settings)
+    return replace(report, refused=len(prompts) - len(ids))
+
+
+def encode_first(
+    verifier: Verifier, prompts: Sequence[EvalPrompt], template_kwargs: dict[str, Any]
+) -> list[list[int]]:
+    """Token ids of each prompt's first question; those the template refuses are left out."""
+    found: list[list[int]] = []
+    for prompt in prompts:
+        try:
+            turns = first_question(prompt.turns)
+            found.append(encode_prompt(turns, verifier.tokenizer, template_kwargs))
+        except RowRefused as refusal:
+            note_once(refusal.note)
+    return found
 
 
 def first_question(turns: Sequence[Turn]) -> list[Turn]:
@@ -143,6 +163,8 @@ def describe_greedy(report: LosslessReport) -> list[str]:
             f"  prompt {found.prompt}, token {found.position}: plain {found.plain}, speculative "
             f"{found.speculative}, gap of the top two logits {found.gap:.2e}"
         )
+    if report.refused:
+        lines.append(f"  not compared: {report.refused} prompts that the chat template refuses")
     return lines
 
 
@@ -165,7 +187,7 @@ def describe_toy(results: Sequence[ToyResult]) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> Request:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval.lossless",
         description="Compare speculative with plain decoding (greedy, fp32), and test the "
         "sampling rules by counting. Exit code 1 when something differs.",

@@ -3,7 +3,7 @@
 python -m eval.main run.name=demo [eval.max_prompts=null]
 """
 
-import os
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from conf.runtime import (
     write_atomically,
 )
 from conf.schema import ConfigError, Precision, RunConfig, Stage
-from data.distributed import pick_device
+from conf.settings import refuse_other_settings
+from data.distributed import pick_device, use_threads
 from data.prepare import find_prepared
 from data.records import PreparedData, Skipped
 from eval.acceptance import NgramTable
@@ -67,11 +68,14 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
         verifier, draft, [*chosen.top, *chosen.unseen], settings, cfg.data.template_kwargs
     )
     if not exact.top:
+        why = ", ".join(f"{reason} ({count})" for reason, count in exact.skipped.items())
         raise ConfigError(
-            f"eval.prompts={cfg.eval.prompts}: no prompt could be answered within the verifier's "
-            f"{verifier.facts.max_positions} positions; give shorter ones"
+            f"eval.prompts={cfg.eval.prompts}: no prompt could be answered: {why}; give others"
         )
     del verifier, draft  # the timed runs load their own precision
+    gc.collect()  # hooks refer back to the verifier
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
     speed = time_runs(cfg, draft_folder, exact, device)
     described = describe_settings(cfg, draft_folder, settings, device, speed.best_n)
@@ -195,8 +199,9 @@ def write_report(report: EvalReport, run: Path) -> None:
 
 
 def main(cfg: RunConfig) -> None:
-    """Evaluate the run's best head."""
-    torch.set_num_threads(cfg.engine.threads or len(os.sched_getaffinity(0)))
+    """Evaluate the run's best head. Raises ConfigError when the run has other settings."""
+    refuse_other_settings(cfg)
+    use_threads(cfg.engine.threads)
     evaluate(cfg, run_dir(cfg) / "best")
 
 

@@ -6,11 +6,13 @@ from itertools import groupby
 from typing import Any
 
 from conf.runtime import progress
+from data.dialects import RowRefused
 from data.records import TokenizedSample, Turn
+from data.template import encode_prompt, note_once
 from eval.acceptance import Counters, NgramTable, total
 from eval.decode import DecodeSettings, Generation, Round, decode_plain, decode_speculative
 from eval.lossless import Difference, compare
-from eval.prompts import EvalPrompt, encode_turns
+from eval.prompts import EvalPrompt
 from models.eagle3 import Eagle3Draft
 from models.verifier import Verifier
 
@@ -35,6 +37,11 @@ class Answer:
 class PromptRuns:
     prompt: EvalPrompt
     answers: list[Answer]  # one a user turn
+    stopped: str | None = None  # why the turns after them were not answered
+
+    @property
+    def unanswered(self) -> int:
+        return sum(turn.role == "user" for turn in self.prompt.turns) - len(self.answers)
 
     @property
     def identical(self) -> bool:
@@ -69,14 +76,15 @@ def run_exact(
 ) -> ExactRuns:
     """Answer every user turn of every prompt; each conversation has its own random numbers."""
     runs: list[PromptRuns] = []
-    unanswered = 0
+    skipped: dict[str, int] = {}
     for i, prompt in enumerate(progress(prompts, len(prompts), "acceptance", "prompt")):
         own = replace(settings, seed=settings.seed + i)
-        answers = answer_turns(verifier, draft, prompt, own, template_kwargs)
-        unanswered += sum(turn.role == "user" for turn in prompt.turns) - len(answers)
-        if answers:
-            runs.append(PromptRuns(prompt, answers))
-    return ExactRuns(runs, {TOO_LONG: unanswered} if unanswered else {})
+        one = answer_turns(verifier, draft, prompt, own, template_kwargs)
+        if one.stopped:
+            skipped[one.stopped] = skipped.get(one.stopped, 0) + one.unanswered
+        if one.answers:
+            runs.append(one)
+    return ExactRuns(runs, skipped)
 
 
 def answer_turns(
@@ -85,17 +93,24 @@ def answer_turns(
     prompt: EvalPrompt,
     settings: DecodeSettings,
     template_kwargs: dict[str, Any],
-) -> list[Answer]:
-    """Later turns follow the verifier's own plain answers to the earlier ones."""
+) -> PromptRuns:
+    """Later turns follow the verifier's own plain answers to the earlier ones.
+
+    A turn that the template refuses, or that leaves no position to answer in, is the end.
+    """
     answers: list[Answer] = []
     history: list[Turn] = []
     for turn in prompt.turns:
         history.append(turn)
         if turn.role != "user":
             continue
-        ids = encode_turns(verifier.tokenizer, history, template_kwargs)
+        try:
+            ids = encode_prompt(history, verifier.tokenizer, template_kwargs)
+        except RowRefused as refusal:
+            note_once(refusal.note)
+            return PromptRuns(prompt, answers, refusal.reason)
         if len(ids) >= verifier.facts.max_positions:
-            break
+            return PromptRuns(prompt, answers, TOO_LONG)
         plain = decode_plain(verifier, ids, settings, tail=settings.n_draft)
         counted = replace(settings, measure_overlap=True)
         speculative = decode_speculative(verifier, draft, ids, counted)
@@ -104,7 +119,7 @@ def answer_turns(
         answers.append(Answer(ids, plain, speculative, difference))
         text = verifier.tokenizer.decode(plain.tokens, skip_special_tokens=True)
         history.append(Turn("assistant", str(text)))
-    return answers
+    return PromptRuns(prompt, answers)
 
 
 # ---- what is counted of the runs ---------------------------------------------------------------

@@ -1,11 +1,9 @@
-"""Evaluation prompts: which are read, which are taken, and how they become token ids."""
+"""Evaluation prompts: which are read, and which are taken."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.schema import ConfigError
 from data.records import Skipped, Turn
@@ -47,7 +45,7 @@ def read_prompts(paths: list[str]) -> PromptSet:
     rows = 0
     for path in paths:
         found = 0
-        for number, line in enumerate(read_lines(Path(path)), 1):
+        for number, line in enumerate(read_lines(path), 1):
             if not line.strip():
                 continue
             rows += 1
@@ -65,11 +63,12 @@ def read_prompts(paths: list[str]) -> PromptSet:
     return PromptSet(prompts, Skipped(rows, len(prompts), reasons))
 
 
-def read_lines(path: Path) -> list[str]:
-    if not path.is_file():
+def read_lines(path: str) -> list[str]:
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise ConfigError(f"eval.prompts={path}: no such file; give a .jsonl file of prompts")
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        return file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"eval.prompts={path}: not UTF-8 at byte {error.start}; convert the file to UTF-8"
@@ -134,14 +133,3 @@ def take(prompts: list[EvalPrompt], count: int | None) -> list[EvalPrompt]:
     rounds = [[q[i] for q in queues.values() if i < len(q)] for i in range(deepest)]
     ordered = [prompt for one_round in rounds for prompt in one_round]
     return ordered if count is None else ordered[:count]
-
-
-def encode_turns(
-    tokenizer: PreTrainedTokenizerBase, turns: list[Turn], template_kwargs: dict[str, Any]
-) -> list[int]:
-    """Token ids of a conversation in the verifier's own template, up to where it must answer."""
-    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **template_kwargs
-    )
-    return tokenizer(str(text), add_special_tokens=False)["input_ids"]

@@ -71,7 +71,6 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Outcome:
-    proposal: Proposal
     verdict: Verdict
     overlap: Tensor | None  # [..., N] sum of min(target, draft) at each proposal
 
@@ -118,8 +117,8 @@ def judge_proposal(
     draft = None if greedy or proposal.logits is None else on_target_ids(plan.sampling)
     verdict = judge(plan.rule, target, draft, proposal.ids, generator)
     if not plan.measure_overlap:
-        return Outcome(proposal, verdict, None)
+        return Outcome(verdict, None)
     # At temperature 0 both would be one-hot and say no more than the acceptance does.
     shape = PLAIN_SOFTMAX if plan.sampling.greedy else plan.sampling
     both = probabilities(target_logits[..., :-1, :], shape), on_target_ids(shape)
-    return Outcome(proposal, verdict, overlap(*both))
+    return Outcome(verdict, overlap(*both))

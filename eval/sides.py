@@ -69,18 +69,21 @@ class DraftDecoder:
     def feed(self, tokens: Tensor, aux: Tensor) -> None:
         """Forget guesses and note new rows: row t is x[t+1] in [1, R] and aux[t] in [1, R, A*D].
 
-        They run at the next ``catch_up``, so that nothing is computed after the last round.
+        They run when the next round starts, so that nothing is computed after the last round.
         """
         self.cache.truncate(self.committed)
         self._waiting = (tokens, aux)
 
-    def catch_up(self) -> None:
-        tokens, aux = self._waiting
-        self._run(tokens, self.draft.fuse(aux))
+    def remember(self, tokens: Tensor, aux: Tensor) -> None:
+        """Rows of a prompt, at once: nothing is guessed from them, so they only give keys."""
+        positions = self.positions[:, : tokens.shape[1]]
+        self.draft.remember(tokens, self.draft.fuse(aux), positions, self.cache)
         self.committed = self.cache.length
 
     def start(self) -> Tensor:
-        self.catch_up()
+        tokens, aux = self._waiting
+        self._run(tokens, self.draft.fuse(aux))
+        self.committed = self.cache.length
         return self.draft.logits(self._output.normed[:, -1])
 
     def step(self, ids: Tensor) -> Tensor:

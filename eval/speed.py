@@ -6,14 +6,14 @@ prompt, so that a machine that slows down slows all methods alike.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from conf.runtime import progress
+from conf.schema import ConfigError
 from eval.acceptance import Interval
-from eval.decode import DecodeSettings, Generation, decode_plain, decode_speculative
+from eval.decode import DecodeSettings, Generation, decode_plain, decode_speculative, now
 from models.eagle3 import Eagle3Draft
 from models.sampling import Sampling
 from models.verifier import Verifier
@@ -93,7 +93,7 @@ def measure_speed(
     chain_lengths: list[int],
     resamples: int,
 ) -> SpeedReport:
-    """Time every method on every prompt (token ids). Raises ValueError when no answer is timed."""
+    """Time every method on every prompt (token ids). Raises ConfigError when no answer is timed."""
     short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
     for method in methods(verifier, draft, short, chain_lengths).values():
         method(prompts[0])
@@ -147,7 +147,7 @@ def run_library(verifier: Verifier, ids: list[int], settings: DecodeSettings) ->
     """The library's own ``generate`` with its cache, under the same limits and sampling."""
     prompt = torch.tensor([ids], device=verifier.device)
     ends = settings.eos_ids or None
-    start = clock(verifier.device)
+    start = now(verifier.device)
     generate: Any = verifier.model.generate  # a mixin's method, which the library types loosely
     output = generate(
         prompt,
@@ -158,7 +158,7 @@ def run_library(verifier: Verifier, ids: list[int], settings: DecodeSettings) ->
         pad_token_id=ends[0] if ends else 0,
         **library_sampling(settings.sampling),
     )
-    return Timing(output.shape[1] - len(ids), 0.0, clock(verifier.device) - start)
+    return Timing(output.shape[1] - len(ids), 0.0, now(verifier.device) - start)
 
 
 def library_sampling(sampling: Sampling) -> dict[str, float | bool]:
@@ -170,15 +170,9 @@ def library_sampling(sampling: Sampling) -> dict[str, float | bool]:
         **neutral,
         "do_sample": True,
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
+        "top_k": 0,  # off
         "top_p": sampling.top_p,
     }
-
-
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()
 
 
 # ---- arithmetic: timings in, figures out -------------------------------------------------------
@@ -187,7 +181,7 @@ def clock(device: torch.device) -> float:
 def summarise(timings: dict[str, list[Timing]], resamples: int, seed: int) -> SpeedReport:
     """Pool tokens and seconds over the prompts whose answers go beyond the first token.
 
-    Raises ValueError when there is none: nothing was decoded that could be timed.
+    Raises ConfigError when there is none: nothing was decoded that could be timed.
     """
     timings = decoded_ones(timings)
     plain, library = timings[PLAIN], timings[LIBRARY]
@@ -226,9 +220,9 @@ def decoded_ones(timings: dict[str, list[Timing]]) -> dict[str, list[Timing]]:
         )
     ]
     if not kept:
-        raise ValueError(
-            f"speed: all {count} answers end with their first token, so no round can be timed; "
-            "give other eval.prompts or a larger eval.max_new_tokens"
+        raise ConfigError(
+            f"eval.speed_prompts: all {count} answers end with their first token, so no round can "
+            "be timed; give other eval.prompts or a larger eval.max_new_tokens"
         )
     return {name: [runs[i] for i in kept] for name, runs in timings.items()}
 

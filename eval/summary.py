@@ -45,7 +45,7 @@ def build_report(
     data: DataOrigin,
     provenance: dict[str, Any],
 ) -> EvalReport:
-    """Raises ValueError when no prompt belongs to the top level."""
+    """Raises ConfigError when no prompt belongs to the top level."""
     top, section = exact.top, settings.eval
     by_prompt = [count(one, section.n_draft) for one in top]
     accepted = report_acceptance(by_prompt, section.bootstrap, SEED)
@@ -193,4 +193,5 @@ def list_warnings(exact: ExactRuns, data: DataOrigin, floor: float, tau: float) 
 def read_held_out_tau(draft_folder: Path) -> float | None:
     """The head's τ on the held-out answers, if training left it beside the weights."""
     path = draft_folder / "acceptance.json"
-    return float(json.loads(path.read_text())["tau"]) if path.is_file() else None
+    tau = json.loads(path.read_text())["tau"] if path.is_file() else None
+    return None if tau is None else float(tau)  # null: no held-out answer had a round

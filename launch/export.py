@@ -4,25 +4,17 @@ python -m launch.export runs/demo/best --to vllm
 python -m launch.export --check runs/demo/export/vllm
 """
 
-import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from conf.compose import load_saved, sentence_on_error
 from conf.runtime import say
 from conf.schema import ConfigError, ExportFormat, Precision, RunConfig
 from data.prepare import find_prepared
+from eval.parser import Parser
 from models.export.card import DataFacts
 from models.export.vllm import export_head
 from models.export.vllm_check import check, holds_embedding
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence, like those of the stages."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; --help shows the options\n")
 
 
 def parser() -> Parser:

@@ -4,8 +4,8 @@ Several trainings inside one torchrun deadlock in the second ``init_process_grou
 limit), so Hydra's multirun stays outside, in a process that joins no process group.
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.compose import FOLDER, completed, load_config, one_sentence, sentence_on_error
 from conf.runtime import say
 from conf.schema import ConfigError, Device, RunConfig
+from eval.parser import Parser
 from launch.sweep_points import SHARED_STAGES, SweepPlan, SweepPoint, make_cache, train
 
 OURS = ("sweep", "stages", "run.name")  # the sweep sets them for each point
@@ -41,15 +42,18 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if any(point.failure for point in points) else 0
 
 
-def read_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def read_options(argv: list[str]) -> Namespace:
+    parser = Parser(
         prog="python -m launch.sweep", description="Train every point of a sweep and compare them."
     )
     parser.add_argument(
         "--nproc-per-node", type=int, help="ranks of one training; default: one a GPU, else one"
     )
     parser.add_argument("overrides", nargs="*", help="sweep=NAME and any override of the job")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.nproc_per_node is not None and options.nproc_per_node < 1:
+        parser.error(f"--nproc-per-node={options.nproc_per_node}: must be 1 or more")
+    return options
 
 
 def make_plan(overrides: list[str], processes: int | None) -> SweepPlan:

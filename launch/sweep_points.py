@@ -35,7 +35,7 @@ class SweepPlan:
 class HeldOut:
     """The held-out acceptance of a run's best head, as training left it beside the head."""
 
-    tau: float
+    tau: float  # NaN: there was no round
     alpha_by_depth: list[float]  # of the rounds that reached the position; NaN: none did
     survival_by_depth: list[float]  # of all rounds
     counters: dict[str, object]
@@ -101,15 +101,20 @@ def run(command: list[str]) -> int:
     return subprocess.run(command, check=False).returncode
 
 
+def number(value: float | None) -> float:
+    """JSON has null for the ratio of nothing; the sweep's own files get null for NaN again."""
+    return math.nan if value is None else float(value)
+
+
 def read_held_out(folder: Path) -> HeldOut:
     """Raises ValueError when the file is missing or is not what training writes."""
     path = folder / "best" / "acceptance.json"
     try:
         found = json.loads(path.read_text())
         return HeldOut(
-            float(found["tau"]),
-            [math.nan if value is None else float(value) for value in found["alpha_by_depth"]],
-            [float(value) for value in found["survival_by_depth"]],
+            number(found["tau"]),
+            [number(value) for value in found["alpha_by_depth"]],
+            [number(value) for value in found["survival_by_depth"]],
             dict(found["counters"]),
         )
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:

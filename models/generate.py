@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from conf.schema import ConfigError
 from models.kv import KVCache
 from models.sampling import Sampling, draw_at, probabilities
 from models.verifier import Verifier
@@ -75,7 +76,7 @@ def generate(
 
     Prompts are right-padded for one prefill; then a step is one token a live sequence, at its own
     position, and only the last row of each meets the head. Finished sequences leave the batch, so
-    a step costs what is still running. Raises ValueError for an empty prompt.
+    a step costs what is still running. Raises ConfigError for an empty prompt.
     """
     if not requests:
         return
@@ -108,7 +109,10 @@ def _prefill(
 ) -> tuple[KVCache, Tensor]:
     """A cache that holds the prompts, and the state [B, D] at each one's last token."""
     if any(not prompt for prompt in prompts):
-        raise ValueError("generate: a prompt has no tokens; the chat template must yield some")
+        raise ConfigError(
+            f"verifier.path={verifier.facts.path}: a prompt has no tokens; give its tokenizer a "
+            "chat template that writes the turns"
+        )
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=verifier.device)
     longest = int(lengths.max())
     padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]  # never attended

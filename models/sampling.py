@@ -5,29 +5,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from conf.schema import ConfigError, JobError
+
 HEAD = 256  # sorted first for top-p: sorting a whole vocabulary a row costs more than the forward
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, then the filters in the library's order: top-k, top-p, min-p."""
+    """Temperature, then the filter by mass."""
 
-    temperature: float = 0.0  # 0: greedy, the filters are ignored
-    top_k: int = 0  # keep the k likeliest tokens and ties with the last; 0: off
+    temperature: float = 0.0  # 0: greedy, the filter is ignored
     top_p: float = 1.0  # keep the fewest likeliest tokens that hold this mass; 1: off
-    min_p: float = 0.0  # keep tokens of at least this share of the likeliest one's; 0: off
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value outside its range."""
+        """Raises ConfigError for a value outside its range."""
         checks = (
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0; 0 is greedy"),
-            ("top_k", self.top_k >= 0, "at least 0; 0 is off"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1; 1 is off"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1; 0 is off"),
         )
         for name, fine, rule in checks:
             if not fine:
-                raise ValueError(f"{name}={getattr(self, name)}: must be {rule}")
+                raise ConfigError(f"{name}={getattr(self, name)}: must be {rule}")
 
     @property
     def greedy(self) -> bool:
@@ -35,30 +33,28 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[..., V] logits -> [..., V] float32 distribution after temperature and filters, sum 1.
+    """[..., V] logits -> [..., V] float32 distribution after temperature and filter, sum 1.
 
     Tokens at -inf or NaN have probability 0; of several at +inf each has the same. Temperature 0
-    is the one-hot of the first largest logit. Raises ValueError when a row has no usable token.
+    is the one-hot of the first largest logit. Raises JobError when a row has no usable token.
     """
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
     top = wide.amax(dim=-1, keepdim=True)
     if bool((top == -torch.inf).any()):
-        raise ValueError("logits: a row is -inf or NaN throughout, so there is nothing to choose")
+        raise JobError(
+            "logits: a row is -inf or NaN throughout, so there is nothing to choose; compute in "
+            "float32 (verifier.dtype, eval.speed_dtype) or look for NaN among the weights"
+        )
     if sampling.greedy:
         return torch.zeros_like(wide, dtype=torch.float32).scatter_(
             -1, wide.argmax(dim=-1, keepdim=True), 1.0
         )
     shifted = torch.where(wide == top, 0.0, wide - top)  # inf - inf is NaN, and those are the top
     scores = shifted / sampling.temperature
-    if sampling.top_k and sampling.top_k < scores.shape[-1]:
-        smallest = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
-        scores = scores.masked_fill(scores < smallest, -torch.inf)
     probs = scores.softmax(dim=-1)
     if sampling.top_p < 1:
         probs = _nucleus(probs, sampling.top_p)
-    if sampling.min_p:
-        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     return (probs / probs.sum(dim=-1, keepdim=True)).float()
 
 

@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.schema import ConfigError, VerifierSection
 from models.bundled import resolve
+from models.facts import (
+    VerifierFacts,
+    library_errors_named,
+    load_config_of,
+    load_facts,
+    load_tokenizer,
+)
 from models.kv import KVCache
 
-MIN_LAYERS = 7  # below it the default aux layers [2, L//2, L-3] are not three ascending ids
 SAMPLED_BLOCKS = 64  # of a weights file that go into its fingerprint
 BLOCK = 1 << 16
 
@@ -26,27 +32,6 @@ BLOCK = 1 << 16
 class VerifierStates:
     aux: Tensor  # [B, T, A*D] residual streams after the aux layers, concatenated, ids ascending
     last: Tensor  # [B, T, D] the state after the final norm
-
-
-@dataclass(frozen=True)
-class VerifierFacts:
-    """What the rest of Eyrie needs to know about a verifier; read from its config alone."""
-
-    path: str  # as the user gave it
-    architectures: list[str]
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_positions: int
-    rope: dict[str, Any]  # rope_type, rope_theta and the type's own parameters
-    aux_layers: list[int]  # n = the stream after n decoder layers
-    bos_id: int | None
-    eos_ids: list[int]
 
 
 class Verifier:
@@ -69,26 +54,12 @@ class Verifier:
     ) -> "Verifier":
         """Load weights (safetensors only) onto ``device``. Raises ConfigError when not found."""
         folder = resolve(section.path, cache)
-        facts = load_facts(section, cache)
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=section.attention.value,
-                trust_remote_code=section.trust_remote_code,
-                use_safetensors=True,
-            )
-        except ImportError as error:  # transformers names the package that is not there
-            raise ConfigError(
-                f"verifier.attention={section.attention.value}: {str(error).splitlines()[0]}; "
-                "take verifier.attention=sdpa"
-            ) from error
+        tensor_files(folder)  # a folder without weights is refused before anything heavy
+        facts, tokenizer = load_facts(section, cache), load_tokenizer(section, cache)
+        with library_errors_named(section, "model"):
+            model = from_files(section, folder, dtype)
         nn.Module.to(model, device)
-        verifier = cls(model, load_tokenizer(section, cache), facts)
-        verifier.folder = folder
-        return verifier
-
-    folder: Path  # where the weights lie; set by load
+        return cls(model, tokenizer, facts)
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +72,8 @@ class Verifier:
     @property
     def embedding(self) -> Tensor:
         """[V, D]."""
-        return self.model.get_input_embeddings().weight
+        table: Any = self.model.get_input_embeddings()
+        return table.weight
 
     def _watch_streams(self) -> None:
         """Keep the residual stream after n layers: what layer n receives, or layer L-1 returns."""
@@ -153,6 +125,22 @@ class Verifier:
         return scaled_logits(self.head(last), self.model.config.get_text_config())
 
 
+def from_files(section: VerifierSection, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=section.attention.value,
+            trust_remote_code=section.trust_remote_code,
+            use_safetensors=True,
+        )
+    except ImportError as error:  # transformers names the package that is not there
+        raise ConfigError(
+            f"verifier.attention={section.attention.value}: {str(error).splitlines()[0]}; "
+            "take verifier.attention=sdpa"
+        ) from error
+
+
 def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """What the model does to its head's output: Granite divides, Cohere multiplies, Gemma caps."""
     if getattr(config, "logits_scaling", None):
@@ -161,60 +149,6 @@ def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
         logits = logits * config.logit_scale
     cap = getattr(config, "final_logit_softcapping", None)
     return torch.tanh(logits / cap) * cap if cap else logits
-
-
-def load_config_of(section: VerifierSection, cache: Path) -> PreTrainedConfig:
-    folder = resolve(section.path, cache)
-    return AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-
-
-def load_tokenizer(section: VerifierSection, cache: Path) -> PreTrainedTokenizerBase:
-    folder = resolve(section.path, cache)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-
-
-def load_facts(section: VerifierSection, cache: Path) -> VerifierFacts:
-    """Read sizes from the config, a wrapped text model's from its text part."""
-    config = load_config_of(section, cache)
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    eos = text.eos_token_id if text.eos_token_id is not None else config.eos_token_id
-    return VerifierFacts(
-        path=section.path,
-        architectures=list(config.architectures or []),
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab_size=text.vocab_size,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
-        max_positions=text.max_position_embeddings,
-        rope=dict(text.rope_parameters),
-        aux_layers=aux_layers_of(section, text.num_hidden_layers),
-        bos_id=text.bos_token_id,
-        eos_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
-    )
-
-
-def aux_layers_of(section: VerifierSection, num_layers: int) -> list[int]:
-    """The ids to capture, checked: ascending, unique, each in 1..L."""
-    if section.aux_layers is None:
-        if num_layers < MIN_LAYERS:
-            raise ConfigError(
-                f"verifier.aux_layers=null: the default needs {MIN_LAYERS} layers and "
-                f"{section.path} has {num_layers}; give the ids, for example "
-                f"verifier.aux_layers=[1,2,{num_layers}]"
-            )
-        return [2, num_layers // 2, num_layers - 3]
-    ids = list(section.aux_layers)
-    if not ids or sorted(set(ids)) != ids or ids[0] < 1 or ids[-1] > num_layers:
-        raise ConfigError(
-            f"verifier.aux_layers={ids}: must be ascending, unique ids in 1..{num_layers}; "
-            "null takes [2, L//2, L-3]"
-        )
-    return ids
 
 
 @dataclass(frozen=True)
@@ -230,7 +164,7 @@ def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> Veri
     """Read embedding and head from the safetensors files, without loading the layers between."""
     folder = resolve(section.path, cache)
     config = load_config_of(section, cache)
-    with torch.device("meta"):
+    with torch.device("meta"), library_errors_named(section, "model"):
         skeleton = AutoModelForCausalLM.from_config(
             config, trust_remote_code=section.trust_remote_code
         )
@@ -255,8 +189,11 @@ def tensor_files(folder: Path) -> dict[str, str]:
             f"verifier.path={folder}: holds no model.safetensors; save the verifier with "
             "save_pretrained"
         )
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single.name)
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single.name)
+    except SafetensorError as error:
+        raise ConfigError(f"{single}: is damaged ({error}); fetch or save it again") from error
 
 
 def read_tensor(folder: Path, where: dict[str, str], name: str) -> Tensor:
@@ -276,10 +213,16 @@ def weights_fingerprint(folder: Path) -> str:
     """Digest of config and weights: sizes, headers and evenly spaced blocks of every file.
 
     Reading 64 blocks a file keeps a 140 GB verifier under a second; any retrained or requantised
-    checkpoint differs in practically every block.
+    checkpoint differs in practically every block. Raises ConfigError when there are no weights.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"verifier.path={folder}: holds no .safetensors file, and other weights are not read; "
+            "save the verifier with save_pretrained"
+        )
+    for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conf.runtime import RankInfo
-from conf.schema import OptimSection, Precision, RunConfig
+from conf.schema import ConfigError, OptimSection, Precision, RunConfig
 from data.records import TTTBatch
 from train.ttt import TrainingTimeTest, TTTOutput
 
@@ -124,4 +124,10 @@ class Engine:
         )
 
     def load(self, folder: Path) -> None:
-        self.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
+        """Raises ConfigError when DeepSpeed finds no whole state of its own in ``folder``."""
+        path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
+        if path is None:
+            raise ConfigError(
+                f"{folder}: holds no whole engine state; delete it, and the run goes on from the "
+                "checkpoint before"
+            )

@@ -117,6 +117,8 @@ def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -
             if saves:
                 kept = TrainState(step, best_tau, best_step, ranks.world_size, fresh.fingerprint)
                 checkpoints.save(engine, kept)
+            if saves or measures:
+                interval.restart()  # their time is no training time
     say(f"best held-out tau {best_tau:.3f} at step {best_step}: {folder / 'best'}")
     return folder / "best"
 
@@ -164,6 +166,7 @@ def curve_fingerprint(cfg: RunConfig, states: str) -> str:
     return fingerprint(
         states, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
         cfg.engine.precision, cfg.engine.zero_stage, cfg.engine.deepspeed, cfg.run.seed,
+        cfg.eval.valid_depth, cfg.log.valid_every,  # these two choose the best head
     )  # fmt: skip
 
 

@@ -31,6 +31,9 @@ class Interval:
         self.totals += torch.stack([output.sums, output.counts, output.hits])
         self.tokens += lengths.sum()
 
+    def restart(self) -> None:
+        self.started = time.perf_counter()
+
     def close(self, decay: float) -> dict[str, float | list[float]]:
         """Reduce over ranks once and start anew -> loss, loss and accuracy by depth, tokens/s."""
         flat = sum_over_ranks(torch.cat([self.totals.flatten(), self.tokens[None]]))
@@ -39,7 +42,7 @@ class Interval:
         rate = float(flat[-1]) / (now - self.started)
         self.totals.zero_()
         self.tokens.zero_()
-        self.started = now
+        self.restart()
         first = max(counts[0], 1.0)
         return {
             "loss": sum(decay**k * total for k, total in enumerate(sums)) / first,

@@ -1,17 +1,11 @@
 """The stages of the job, in order; each is skipped when what it makes is there and still fits."""
 
-import errno
 import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-import torch
-
-from conf.compose import load_saved, to_yaml
+from conf.compose import to_yaml
 from conf.runtime import (
     RankInfo,
     cache_dir,
@@ -23,57 +17,44 @@ from conf.runtime import (
     say,
     write_atomically,
 )
-from conf.schema import ConfigError, JobError, RunConfig, Stage
+from conf.schema import ConfigError, RunConfig, Stage
+from conf.settings import refuse_other_settings
 from data.capture import capture
 from data.capture_job import manifest_of
-from data.distributed import barrier, pick_device, setup, shutdown
+from data.distributed import barrier, pick_device, setup, shutdown, use_threads
 from data.prepare import find_prepared, prepare
 from data.records import PreparedData
 from data.sources import digest
-from eval.main import evaluate
+from eval.main import choose_prompts, evaluate
+from models.draft_file import CONFIG
 from models.export.card import DataFacts
 from models.export.vllm import export_run
 from models.verifier import load_facts
 from train.loop import curve_fingerprint, fit
-
-SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engine")
 
 
 def run_stages(cfg: RunConfig) -> None:
     """Run ``cfg.stages`` on all ranks. Raises ConfigError or JobError, each with its way out."""
     ranks = RankInfo.from_env()
     device = pick_device(cfg.run.device, ranks.local_rank)
-    torch.set_num_threads(cfg.engine.threads or threads_a_rank())
+    use_threads(cfg.engine.threads)
     setup(device)
     folder = run_dir(cfg)
     lock = claim(folder, cfg) if ranks.is_main else None
-    with full_disk_named(folder):
-        run_in(folder, cfg, RankInfo.from_env())
+    run_in(folder, cfg, RankInfo.from_env())
     shutdown()
     if lock is not None:
         lock.close()
 
 
-@contextmanager
-def full_disk_named(folder: Path) -> Iterator[None]:
-    """Nothing is lost on a full disk: files and checkpoints are whole or not there."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise JobError(
-            f"{folder}: the disk became full; make room and run the same command again, which "
-            "goes on from the last checkpoint"
-        ) from error
-
-
 def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
+    if Stage.eval in cfg.stages:
+        choose_prompts(cfg)  # unusable prompts are said now, not after the training
     done = Stamps(folder)
     prepared = prepared_data(cfg, ranks)
     states = manifest_of(cfg, prepared, load_facts(cfg.verifier, cache_dir(cfg)))
     curve = curve_fingerprint(cfg, states.fingerprint)
-    trained = done.has("train", curve, folder / "best")
+    trained = done.has("train", curve, folder / "best" / CONFIG)
     if Stage.capture in cfg.stages or (Stage.train in cfg.stages and not trained):
         cached = capture(cfg, prepared, ranks)
     if Stage.train in cfg.stages:
@@ -96,11 +77,17 @@ def evaluate_once(cfg: RunConfig, folder: Path, head: str, ranks: RankInfo) -> N
     done = Stamps(folder)
     files = [digest(path).sha256 for path in map(Path, cfg.eval.prompts) if path.is_file()]
     mark = fingerprint(head, cfg.eval, files)
-    if done.has("eval", mark, folder / "eval" / "report.json"):
+    report = folder / "eval" / "report.json"
+    if done.has("eval", mark, report) and measured_with(report) == plain(cfg.eval):
         say(f"eval: {folder / 'eval' / 'report.md'} is there and fits; skipped")
     else:
         evaluate(cfg, folder / "best")
         done.add("eval", mark, ranks)
+
+
+def measured_with(report: Path) -> object:
+    """The eval section behind a report; eval.main alone may have written another."""
+    return json.loads(report.read_text())["settings"]["eval"]
 
 
 def export_once(
@@ -134,11 +121,6 @@ def prepared_data(cfg: RunConfig, ranks: RankInfo) -> PreparedData:
     return find_prepared(cfg)
 
 
-def threads_a_rank() -> int:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // local)
-
-
 def claim(folder: Path, cfg: RunConfig) -> TextIO:
     """Take the run folder for this process and write down what will run in it.
 
@@ -153,40 +135,17 @@ def claim(folder: Path, cfg: RunConfig) -> TextIO:
             f"run.name={cfg.run.name}: another process is writing to {folder}; wait for it, or "
             "choose another run.name"
         ) from error
-    saved = folder / "config.yaml"
-    if saved.is_file():
-        refuse_other_settings(cfg, load_saved(saved))
-    write_atomically(saved, to_yaml(cfg))
-    write_atomically(folder / "provenance.json", json.dumps(provenance(), indent=2) + "\n")
+    refuse_other_settings(cfg)
+    write_atomically(folder / "config.yaml", to_yaml(cfg))
+    record_start(folder / "provenance.json")
     log_to(folder / "train.log")
     return lock
 
 
-def refuse_other_settings(cfg: RunConfig, saved: RunConfig) -> None:
-    """What shapes the head must be equal; stages, log, eval and export may change."""
-    for section in SHAPING:
-        ours, theirs = flat(plain(getattr(cfg, section))), flat(plain(getattr(saved, section)))
-        for knob in sorted(ours.keys() | theirs.keys()):
-            if ours.get(knob) != theirs.get(knob) and knob != "threads":
-                raise ConfigError(
-                    f"{section}.{knob}={ours.get(knob)}: run.name={cfg.run.name} was made with "
-                    f"{section}.{knob}={theirs.get(knob)}; use that value or another run.name"
-                )
-    if cfg.run.seed != saved.run.seed:
-        raise ConfigError(
-            f"run.seed={cfg.run.seed}: run.name={cfg.run.name} was made with "
-            f"run.seed={saved.run.seed}; use that value or another run.name"
-        )
-
-
-def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value
-    return out
+def record_start(path: Path) -> None:
+    """One entry a start: what trained the head is not lost when a later start only evaluates."""
+    starts = json.loads(path.read_text()) if path.is_file() else []
+    write_atomically(path, json.dumps([*starts, provenance()], indent=2) + "\n")
 
 
 class Stamps:

@@ -124,7 +124,7 @@ def read_figures(head: Path) -> Figures:
             temperature=settings["eval"]["temperature"],
             dtype=settings["counters_dtype"],
             speed_dtype=settings["eval"]["speed_dtype"],
-            machine="CPU" if settings["device"] == "cpu" else "GPU",
+            machine="CPU" if settings["device"] == "CPU" else "GPU",
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(

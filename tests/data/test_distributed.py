@@ -23,7 +23,6 @@ d.setup(torch.device("cpu"))
 d.setup(torch.device("cpu"))
 total = d.sum_over_ranks(torch.tensor([1.0 + ranks.rank, 10.0]))
 assert total.tolist() == [3.0, 20.0], total
-assert d.any_rank(ranks.rank == 1) and not d.any_rank(False)
 assert d.broadcast_object({"from": ranks.rank}) == {"from": 0}
 assert d.gather_objects(ranks.rank * 7) == [0, 7]
 d.barrier()
@@ -63,7 +62,6 @@ def test_one_process_needs_no_torchrun(no_torchrun):
         assert RankInfo.from_env() == RankInfo(0, 1, 0)
         assert int(os.environ["MASTER_PORT"]) > 0
         assert distributed.sum_over_ranks(torch.tensor(3)).item() == 3
-        assert distributed.any_rank(True)
         assert distributed.broadcast_object([1]) == [1]
         assert distributed.gather_objects("a") == ["a"]
         distributed.barrier()
@@ -72,7 +70,6 @@ def test_one_process_needs_no_torchrun(no_torchrun):
 
 def test_without_a_group_everything_is_local(no_torchrun):
     assert distributed.sum_over_ranks(torch.tensor(3)).item() == 3
-    assert distributed.any_rank(True) and not distributed.any_rank(False)
     assert distributed.broadcast_object("a") == "a"
     assert distributed.gather_objects("a") == ["a"]
     distributed.barrier()
@@ -90,3 +87,18 @@ def test_devices(monkeypatch: pytest.MonkeyPatch):
     assert distributed.pick_device(Device.auto, 1) == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="nproc-per-node"):
         distributed.pick_device(Device.auto, 2)
+
+
+def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch):
+    """Ranks of one machine share the cores that the process may use, not those it has."""
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    distributed.use_threads(None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    distributed.use_threads(None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    distributed.use_threads(None)
+    distributed.use_threads(3)
+    assert set_to == [6, 1, 1, 3]

@@ -296,3 +296,14 @@ def test_no_usable_prompt_is_one_sentence(cfg: RunConfig, tmp_path: Path):
 def test_seeds_differ_by_run_answer_and_turn():
     seeds = {seed_of(s, name, t) for s in (0, 1) for name in ("a#1", "a#2") for t in (0, 1)}
     assert len(seeds) == 8 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_the_command_takes_its_threads_from_the_engine_section(
+    cfg: RunConfig, monkeypatch: pytest.MonkeyPatch
+):
+    set_to: list[int | None] = []
+    monkeypatch.setattr(stage, "use_threads", set_to.append)
+    monkeypatch.setattr(stage, "regenerate", lambda _cfg: Path("answers.jsonl"))
+    cfg.engine.threads = 3
+    stage.main(cfg)
+    assert set_to == [3]

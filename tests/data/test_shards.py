@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from conf.schema import ConfigError
-from data.manifest import read_manifest, shard_folder, verify
+from data.capture import check_sums
+from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
 from data.records import TokenizedSample
-from data.shards import HiddenStateShard, SampleStates, is_whole, plan_spans
+from data.shards import HiddenStateShard, SampleStates, describe, is_whole, plan_spans
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_every_sample_comes_back(cache: Path, some_samples: list[TokenizedSample
         assert cached.lse.dtype == torch.float32 and len(cached.lse) == len(sample.input_ids)
     assert reader.valid_indices == [4, 9, 14, 19]
     assert sorted(reader.train_indices + reader.valid_indices) == list(range(len(some_samples)))
-    verify(cache)
+    assert [describe(cache, e.name) for e in reader.manifest.shards] == reader.manifest.shards
 
 
 def test_a_shard_is_a_plain_safetensors_file(cache: Path, some_samples: list[TokenizedSample]):
@@ -123,13 +124,15 @@ def test_a_cut_shard_is_named_at_open(cache: Path):
     assert not is_whole(cache, plan_spans([1], 1, 1)[0], "capture0")
 
 
-def test_a_flipped_byte_is_found_by_verify(cache: Path):
+def test_a_flipped_byte_is_found_when_a_capture_reads_back(cache: Path):
+    written = {entry.name: entry.sha256 for entry in read_manifest(cache).shards}
     path = one_shard(cache)
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"00001\.safetensors: sha256 is .* must be"):
-        verify(cache)
+    entries = [describe(cache, name) for name in written]
+    with pytest.raises(ConfigError, match=r"00001\.safetensors: reads back with sha256 .* must"):
+        check_sums(cache, entries, written)
 
 
 def test_a_torn_header_is_found_at_open(cache: Path):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conf.schema import ConfigError
 from eval.acceptance import Counters, NgramTable, count_hits, report_acceptance, total, walk
 from eval.decode import DecodeSettings, Round, decode_plain, decode_speculative
 from models.verifier import Verifier
@@ -157,7 +158,7 @@ def test_ngram_walk_equals_walking_its_guesses():
 
 
 def test_ngram_without_text_is_refused():
-    with pytest.raises(ValueError, match="n-gram table"):
+    with pytest.raises(ConfigError, match=r"data\.path: .*n-gram table"):
         NgramTable().fit([[], []])
 
 
@@ -193,5 +194,5 @@ def test_bootstrap_survives_a_depth_that_no_prompt_reached():
     report = report_acceptance([Counters.of([Round([0, 0], 0)], 2, 2)] * 3, 50, 0)
     assert math.isnan(report.alpha_by_depth[1])
     assert math.isnan(report.alpha_by_depth_intervals[1].low)
-    with pytest.raises(ValueError, match="no prompt"):
+    with pytest.raises(ConfigError, match=r"no prompt.*eval\.prompts"):
         report_acceptance([], 50, 0)

@@ -156,13 +156,13 @@ def test_after_rounds_both_caches_are_as_built_from_scratch(verifier: Verifier, 
         run.play_round(run.room())
         assert run.rounds[-1].accepted == (number * 3) % (N + 1)
         assert run.draft.cache.length == run.draft.committed  # no row of a guess is left
-    run.draft.catch_up()
+    run.draft.start()
 
     text = torch.tensor([[*PROMPT, *run.output.tokens]])
     states = verifier.states(text)
     scratch = DraftDecoder(draft, run.draft.cache.capacity, verifier.device)
     scratch.feed(text[:, 1:], states.aux[:, :-1])
-    scratch.catch_up()
+    scratch.start()
     rows = scratch.cache.length
     assert run.draft.cache.length == rows == text.shape[1] - 1
     for ours, theirs in (
@@ -204,7 +204,7 @@ def test_guesses_are_chained_on_the_drafts_own_output(verifier: Verifier, make_d
 def test_temperature_zero_ignores_filters_and_is_greedy(
     verifier: Verifier, follow, rule: AcceptRule
 ):
-    settings = replace(SETTINGS, rule=rule, sampling=Sampling(temperature=0, top_p=0.3, top_k=2))
+    settings = replace(SETTINGS, rule=rule, sampling=Sampling(temperature=0, top_p=0.3))
     draft = follow(PROMPT, SETTINGS, lambda _number, root, depth: (root + depth) % 3 > 0)
     output = decode_speculative(verifier, draft, PROMPT, settings)
     assert output.tokens == decode_plain(verifier, PROMPT, SETTINGS).tokens

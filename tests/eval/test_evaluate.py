@@ -1,6 +1,8 @@
 """The evaluation stage from start to files, on a tiny random verifier and head."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,14 @@ import torch
 from conf.schema import ConfigError, Device, EvalSection, RunConfig, RunSection, VerifierSection
 from data.prepare import prepare
 from data.records import TokenizedSample
+from data.render import REFUSED
+from data.template import encode_prompt
+from eval import main as stage
 from eval.decode import DecodeSettings
 from eval.main import evaluate
 from eval.measure import placed, run_exact, training_answers
-from eval.prompts import EvalPrompt, Turn, encode_turns
+from eval.prompts import EvalPrompt, Turn
+from eval.summary import read_held_out_tau
 from models.draft_file import save_draft
 from models.verifier import Verifier
 
@@ -125,7 +131,7 @@ def test_later_turns_follow_the_verifiers_own_answers(verifier: Verifier, make_d
     first, second = found.answers
     own = verifier.tokenizer.decode(first.plain.tokens, skip_special_tokens=True)
     whole = [*turns[:2], Turn("assistant", str(own)), turns[2]]
-    assert second.prompt_ids == encode_turns(verifier.tokenizer, whole, {})
+    assert second.prompt_ids == encode_prompt(whole, verifier.tokenizer, {})
     assert found.identical
     assert len(first.plain.tail) == 2
     positions = [at for at, _ in placed(first.speculative.rounds)]
@@ -137,6 +143,56 @@ def test_a_prompt_without_room_is_counted(verifier: Verifier, make_draft):
     long = EvalPrompt("p", "t", None, (Turn("user", "x" * 3000), Turn("user", "y")))
     exact = run_exact(verifier, make_draft(), [long], settings, {})
     assert exact.runs == [] and sum(exact.skipped.values()) == 2
+
+
+@pytest.fixture
+def second_user_turn_refused(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template takes one user turn and refuses conversations with another."""
+    guard = "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}"
+    template = guard + str(verifier.tokenizer.chat_template)
+    monkeypatch.setattr(verifier.tokenizer, "chat_template", template)
+
+
+def test_a_turn_the_template_refuses_is_counted(
+    verifier: Verifier, make_draft, second_user_turn_refused: None, capsys
+):
+    settings = DecodeSettings(n_draft=2, max_new_tokens=6, eos_ids=[])
+    system = Turn("system", "s")
+    prompts = [
+        EvalPrompt("p", "t", None, (Turn("user", "one"), Turn("user", "two"), Turn("user", "3"))),
+        EvalPrompt("q", "t", None, (system, system, Turn("user", "x"))),
+        EvalPrompt("r", "t", None, (Turn("user", "x"),)),
+    ]
+    exact = run_exact(verifier, make_draft(), prompts, settings, {})
+    assert [(one.prompt.id, len(one.answers)) for one in exact.runs] == [("p", 1), ("r", 1)]
+    assert exact.skipped == {REFUSED: 3}
+    assert capsys.readouterr().out.count("one turn only") == 1
+
+
+def test_the_exact_runs_models_are_gone_when_the_timed_ones_load(cfg: RunConfig, monkeypatch):
+    loaded: list[weakref.ref[torch.nn.Module]] = []
+    load = Verifier.load
+
+    def watched(*arguments: Any) -> Verifier:
+        assert all(model() is None for model in loaded)
+        verifier = load(*arguments)
+        loaded.append(weakref.ref(verifier.model))
+        return verifier
+
+    monkeypatch.setattr(stage.Verifier, "load", watched)
+    gc.disable()  # or chance would collect them
+    try:
+        evaluate(replace(cfg, eval=replace(cfg.eval, max_prompts=1)), head_of(cfg))
+    finally:
+        gc.enable()
+    assert len(loaded) == 2
+
+
+def test_held_out_tau_may_be_null(tmp_path: Path):
+    assert read_held_out_tau(tmp_path) is None
+    for text, value in (('{"tau": null}', None), ('{"tau": 1.5}', 1.5)):
+        (tmp_path / "acceptance.json").write_text(text)
+        assert read_held_out_tau(tmp_path) == value
 
 
 def test_training_answers_are_the_supervised_spans_of_the_training_split():

@@ -1,6 +1,7 @@
 """Exact rules pass the counting test, wrong ones fail it, and the command says so."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from conf.compose import to_yaml
-from conf.schema import Precision, RunConfig, RunSection, VerifierSection
+from conf.schema import ConfigError, Precision, RunConfig, RunSection, VerifierSection
 from eval import lossless
 from eval.decode import DecodeSettings, decode_plain, decode_speculative
 from eval.lossless import check_greedy, compare, newest_head
@@ -137,6 +138,10 @@ def one_toy_case(monkeypatch):
 
 def test_command_takes_the_newest_run(run_folder: Path, one_toy_case, capsys):
     assert newest_head(Path("runs")) == Path("runs/one/best")
+    point = Path(shutil.copytree(run_folder, "runs/sweep/depth-3"))
+    later = (run_folder / "best" / "draft.json").stat().st_mtime + 5
+    os.utime(point / "best" / "draft.json", (later, later))
+    assert newest_head(Path("runs")) == Path("runs/sweep/depth-3/best")
     assert lossless.main(["--count", "2", "--new-tokens", "8"]) == 0
     printed = capsys.readouterr().out
     assert "2 of 2 prompts token-identical" in printed
@@ -162,7 +167,41 @@ def test_command_fails_when_a_control_passes(run_folder: Path, one_toy_case, cap
     assert "UNEXPECTED" in capsys.readouterr().out
 
 
+def test_command_leaves_out_what_the_template_refuses(
+    run_folder: Path, one_toy_case, capsys, tiny_verifier: Path
+):
+    """One prompt of three is refused; the others are compared."""
+    folder = shutil.copytree(tiny_verifier, run_folder / "verifier")
+    template = folder / "chat_template.jinja"
+    guard = "{% if 'Say 1' in messages[0]['content'] %}{{ raise_exception('not this') }}{% endif %}"
+    template.write_text(guard + template.read_text())
+    config = run_folder / "config.yaml"
+    config.write_text(config.read_text().replace(str(tiny_verifier), str(folder)))
+    assert lossless.main(["--new-tokens", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 2 prompts token-identical" in printed
+    assert "not compared: 1 prompts that the chat template refuses" in printed
+    template.write_text("{{ raise_exception('never') }}")
+    with pytest.raises(ConfigError, match=r"eval\.prompts: the chat template refuses every"):
+        lossless.main([])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--count", "0"], "--count=0: must be 1 or more"),
+        (["--count", "x"], "argument --count: invalid int value: 'x'"),
+        (["--what"], "unrecognized arguments: --what"),
+    ],
+)
+def test_bad_options_are_one_sentence(words: list[str], sentence: str, run_folder: Path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        lossless.main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"{sentence}; --help shows the options\n"
+
+
 def test_command_without_a_run_names_the_way_out(run_folder: Path):
     shutil.rmtree(run_folder)
-    with pytest.raises(ValueError, match="no run with a best/ head"):
+    with pytest.raises(ConfigError, match="no run with a best/ head"):
         lossless.main([])

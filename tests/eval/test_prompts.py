@@ -8,8 +8,7 @@ import pytest
 
 from conf.schema import ConfigError
 from data.records import Turn
-from eval.prompts import encode_turns, read_prompts, take
-from models.verifier import Verifier
+from eval.prompts import read_prompts, take
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,9 +102,3 @@ def test_shared_benchmarks_are_read(shared: Path):
     found = read_prompts([str(shared / "data" / "eval" / "spec_bench.jsonl")])
     assert len(found.prompts) == 480 and found.skipped.reasons == {}
     assert sum(len(p.turns) == 2 for p in found.prompts) == 80
-
-
-def test_encoding_ends_where_the_verifier_answers(verifier: Verifier):
-    ids = encode_turns(verifier.tokenizer, [Turn("user", "hi")], {})
-    text = verifier.tokenizer.decode(ids)
-    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

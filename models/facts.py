@@ -1,0 +1,151 @@
+"""What a verifier's own files say without its weights: configuration, sizes and tokenizer."""
+
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from conf.schema import ConfigError, VerifierSection
+from models.bundled import resolve
+
+MIN_LAYERS = 7  # below it the default aux layers [2, L//2, L-3] are not three ascending ids
+NEEDED = (  # of a verifier's config: the draft is one Llama layer of the same shape
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+# What the library raises for files that it cannot use.
+LIBRARY_ERRORS = (OSError, ValueError, ImportError, StrictDataclassError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class VerifierFacts:
+    """What the rest of Eyrie needs to know about a verifier; read from its config alone."""
+
+    path: str  # as the user gave it
+    architectures: list[str]
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_positions: int
+    rope: dict[str, Any]  # rope_type, rope_theta and the type's own parameters
+    aux_layers: list[int]  # n = the stream after n decoder layers
+    bos_id: int | None
+    eos_ids: list[int]
+
+
+@contextmanager
+def library_errors_named(section: VerifierSection, part: str) -> Iterator[None]:
+    """Turn what the library says about ``part`` of the verifier into one ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise  # it already is a sentence
+    except LIBRARY_ERRORS as error:
+        words = str(error) or type(error).__name__
+        reason = textwrap.shorten(words, 200).rstrip(".: ")
+        remedy = (
+            "give a folder written by save_pretrained, with its tokenizer, of an architecture that "
+            f"transformers {transformers.__version__} knows"
+        )
+        if "trust_remote_code" in words and not section.trust_remote_code:
+            remedy = "read that code, then let it run with verifier.trust_remote_code=true"
+        raise ConfigError(
+            f"verifier.path={section.path}: its {part} cannot be loaded ({reason}); {remedy}"
+        ) from error
+
+
+def load_config_of(section: VerifierSection, cache: Path) -> PreTrainedConfig:
+    """Raises ConfigError: an architecture the library lacks, or code that may not run."""
+    folder = resolve(section.path, cache)
+    with library_errors_named(section, "config.json"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+
+
+def load_tokenizer(section: VerifierSection, cache: Path) -> PreTrainedTokenizerBase:
+    """Raises ConfigError when the folder holds none that the library can read."""
+    folder = resolve(section.path, cache)
+    with library_errors_named(section, "tokenizer"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+
+
+def load_facts(section: VerifierSection, cache: Path) -> VerifierFacts:
+    """Read sizes from the config, a wrapped text model's from its text part.
+
+    Raises ConfigError for a model that a Llama layer cannot follow, GPT-2 for one.
+    """
+    config = load_config_of(section, cache)
+    text = config.get_text_config()
+    refuse_other_kinds(section, text)
+    heads = text.num_attention_heads
+    eos = text.eos_token_id if text.eos_token_id is not None else config.eos_token_id
+    return VerifierFacts(
+        path=section.path,
+        architectures=list(config.architectures or []),
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=text.vocab_size,
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        max_positions=text.max_position_embeddings,
+        rope=dict(text.rope_parameters),
+        aux_layers=aux_layers_of(section, text.num_hidden_layers),
+        bos_id=text.bos_token_id,
+        eos_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+    )
+
+
+def refuse_other_kinds(section: VerifierSection, text: PreTrainedConfig) -> None:
+    missing = [name for name in NEEDED if getattr(text, name, None) is None]
+    if missing:
+        raise ConfigError(
+            f"verifier.path={section.path}: a {text.model_type} model has no {', '.join(missing)}, "
+            "which the draft head takes from its verifier; choose one with rotary positions, such "
+            "as Llama or Qwen3"
+        )
+    kinds = [name for name, value in text.rope_parameters.items() if isinstance(value, dict)]
+    if kinds:
+        raise ConfigError(
+            f"verifier.path={section.path}: a {text.model_type} model has rotary tables of its own "
+            f"for {' and '.join(kinds)}, and the draft head has one; choose a verifier with one "
+            "table, such as Llama or Qwen3"
+        )
+
+
+def aux_layers_of(section: VerifierSection, num_layers: int) -> list[int]:
+    """The ids to capture, checked: ascending, unique, each in 1..L."""
+    if section.aux_layers is None:
+        if num_layers < MIN_LAYERS:
+            raise ConfigError(
+                f"verifier.aux_layers=null: the default needs {MIN_LAYERS} layers and "
+                f"{section.path} has {num_layers}; give the ids, for example "
+                f"verifier.aux_layers=[1,2,{num_layers}]"
+            )
+        return [2, num_layers // 2, num_layers - 3]
+    ids = list(section.aux_layers)
+    if not ids or sorted(set(ids)) != ids or ids[0] < 1 or ids[-1] > num_layers:
+        raise ConfigError(
+            f"verifier.aux_layers={ids}: must be ascending, unique ids in 1..{num_layers}; "
+            "null takes [2, L//2, L-3]"
+        )
+    return ids
