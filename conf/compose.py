@@ -127,7 +127,8 @@ def from_command_line(words: list[str], running: Sequence[Stage] | None = None) 
 
 
 def group_table() -> str:
-    groups = sorted(path for path in FOLDER.iterdir() if path.is_dir() and path.name[0] not in "_.")
+    folders = (path for path in FOLDER.iterdir() if path.is_dir() and path.name[0] not in "_.")
+    groups = sorted(path for path in folders if path.name != "sweep")  # launch.sweep's own
     lines = []
     for group in groups:
         options = ", ".join(sorted(file.stem for file in group.glob("*.yaml")))
