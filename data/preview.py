@@ -82,6 +82,7 @@ def main(cfg: RunConfig) -> None:
         f"draft vocabulary: {vocab.d2t.numel():,} of {vocab.t2d.numel():,} tokens cover "
         f"{training:.1%} of the training labels and {held_out:.1%} of the held-out ones"
     )
+    say("next: torchrun train/main.py with the same overrides")
 
 
 if __name__ == "__main__":

@@ -263,7 +263,9 @@ def make(cfg: RunConfig, batches: list[list[Job]], file: AnswerFile) -> None:
 
 def main(cfg: RunConfig) -> None:
     use_threads(cfg.engine.threads)
-    say(f"answers: {regenerate(cfg)}")
+    path = regenerate(cfg)
+    say(f"answers: {path}")
+    say(f"next: python -m data.preview data=jsonl data.path={path}")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
 
     speed = time_runs(cfg, draft_folder, exact, device)
     described = describe_settings(cfg, draft_folder, settings, device, speed.best_n)
-    origin = describe_data(cfg, chosen, data, draft_folder)
+    origin = describe_data(cfg, chosen, data, exact, draft_folder)
     report = build_report(exact, speed, table, described, origin, provenance())
     write_report(report, run_dir(cfg))
     return report
@@ -151,7 +151,11 @@ def describe_settings(
 
 
 def describe_data(
-    cfg: RunConfig, chosen: ChosenPrompts, data: PreparedData, draft_folder: Path
+    cfg: RunConfig,
+    chosen: ChosenPrompts,
+    data: PreparedData,
+    exact: ExactRuns,
+    draft_folder: Path,
 ) -> DataOrigin:
     held_out = sum(sample.held_out for sample in data.samples)
     return DataOrigin(
@@ -165,7 +169,19 @@ def describe_data(
         held_out_samples=held_out,
         longest_training_sample=max(len(sample.input_ids) for sample in data.samples),
         held_out_tau=read_held_out_tau(draft_folder),
+        trained_prompts=count_trained_prompts(exact, data),
     )
+
+
+def count_trained_prompts(exact: ExactRuns, data: PreparedData) -> int:
+    """Measured turns whose prompt, token by token, begins a training sample."""
+    trained = {
+        tuple(sample.input_ids[: int(sample.loss_mask.int().argmax())].tolist())
+        for sample in data.samples
+        if not sample.held_out
+    }
+    asked = [answer.prompt_ids for one in exact.runs for answer in one.answers]
+    return sum(tuple(prompt_ids) in trained for prompt_ids in asked)
 
 
 def write_report(report: EvalReport, run: Path) -> None:
@@ -200,6 +216,10 @@ def write_report(report: EvalReport, run: Path) -> None:
 
 def main(cfg: RunConfig) -> None:
     """Evaluate the run's best head. Raises ConfigError when the run has other settings."""
+    if not run_dir(cfg).is_dir():
+        raise ConfigError(
+            f"run.name={cfg.run.name}: no such run in {cfg.run.root}; train it with train/main.py"
+        )
     refuse_other_settings(cfg)
     use_threads(cfg.engine.threads)
     evaluate(cfg, run_dir(cfg) / "best")

@@ -108,6 +108,7 @@ class DataOrigin:
     held_out_samples: int
     longest_training_sample: int  # tokens
     held_out_tau: float | None  # by the walk over held-out answers, when the head was chosen
+    trained_prompts: int = 0  # measured turns whose prompt is a training sample's, too
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,11 @@ def list_warnings(exact: ExactRuns, data: DataOrigin, floor: float, tau: float) 
             f"{longer} answers reach beyond {trained} tokens, the longest training sample; heads "
             "are often accepted less there (see the position ranges)"
         )
+    if data.trained_prompts:
+        found.append(
+            f"{data.trained_prompts} measured prompts are training prompts, too: the figures are "
+            "better than on new ones; give eval.prompts that were never trained on"
+        )
     if tau <= floor:
         found.append(
             f"the head's τ ({tau:.3f}) does not clear the n-gram floor ({floor:.3f}): it has "

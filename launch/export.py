@@ -12,6 +12,7 @@ from conf.runtime import say
 from conf.schema import ConfigError, ExportFormat, Precision, RunConfig
 from data.prepare import find_prepared
 from eval.parser import Parser
+from models.draft_file import CONFIG
 from models.export.card import DataFacts
 from models.export.vllm import export_head
 from models.export.vllm_check import check, holds_embedding
@@ -57,7 +58,7 @@ def judge(folder: Path, verifier: Path | None) -> int:
     for finding in findings:
         say(finding)
     if not findings:
-        say(f"{folder}: nothing found")
+        say(f"{folder}: in order, nothing found")
         if verifier is None and holds_embedding(folder):
             say("its embedding was not compared: --verifier DIR names the verifier's folder")
     return 1 if findings else 0
@@ -65,8 +66,10 @@ def judge(folder: Path, verifier: Path | None) -> int:
 
 def export_one(head: Path, kind: ExportFormat, out: Path | None, dtype: Precision) -> None:
     """Export ``head`` for one engine, with what its run's folder tells about it."""
-    if not head.is_dir():
-        raise ConfigError(f"{head}: no such folder; give a best/ folder written by training")
+    if not (head / CONFIG).is_file():
+        raise ConfigError(
+            f"{head}: is no head, there is no {CONFIG}; give runs/<name>/best, written by training"
+        )
     cfg = load_saved(head.parent / "config.yaml")
     folder = out or head.parent / "export" / kind.value
     export_head(cfg, head, folder, data_facts(cfg), dtype)

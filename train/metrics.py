@@ -1,6 +1,7 @@
 """What training reports: sums and counts until printed; JSON lines always, W&B if asked."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -102,7 +103,9 @@ class MetricsLog:
         """A line of held-out acceptance, and the bar's alpha by depth."""
         self.write(step, {"held_out": plain(report)})
         self.words["tau"] = f"{report.tau:.2f}"
-        self.words["alpha"] = " ".join(f"{alpha:.2f}" for alpha in report.alpha_by_depth)
+        self.words["alpha"] = " ".join(
+            "-" if math.isnan(alpha) else f"{alpha:.2f}" for alpha in report.alpha_by_depth
+        )
         self.bar.set_postfix(self.words, refresh=False)
 
     def close(self) -> None:

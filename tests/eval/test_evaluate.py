@@ -5,6 +5,7 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from data.render import REFUSED
 from data.template import encode_prompt
 from eval import main as stage
 from eval.decode import DecodeSettings
-from eval.main import evaluate
+from eval.main import count_trained_prompts, evaluate, main
 from eval.measure import placed, run_exact, training_answers
 from eval.prompts import EvalPrompt, Turn
 from eval.summary import read_held_out_tau
@@ -201,3 +202,19 @@ def test_training_answers_are_the_supervised_spans_of_the_training_split():
     kept = TokenizedSample("a", ids, mask, True, held_out=False)
     held = TokenizedSample("b", ids, mask, True, held_out=True)
     assert training_answers([kept, held]) == [[1, 2], [5], [7]]
+
+
+def test_prompts_that_were_trained_on_are_counted():
+    ids, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([False, False, True, True])
+    samples = [TokenizedSample("a", ids, mask, greedy=True, held_out=False)]
+    asked = [SimpleNamespace(prompt_ids=[5, 6]), SimpleNamespace(prompt_ids=[5])]
+    exact = SimpleNamespace(runs=[SimpleNamespace(answers=asked)])
+    assert count_trained_prompts(exact, SimpleNamespace(samples=samples)) == 1
+    held_out = [TokenizedSample("a", ids, mask, greedy=True, held_out=True)]
+    assert count_trained_prompts(exact, SimpleNamespace(samples=held_out)) == 0
+
+
+def test_a_run_that_does_not_exist_is_named(cfg: RunConfig):
+    ghost = replace(cfg, run=replace(cfg.run, name="ghost"))
+    with pytest.raises(ConfigError, match=r"run\.name=ghost: no such run"):
+        main(ghost)

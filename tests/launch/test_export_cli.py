@@ -124,10 +124,11 @@ def test_bad_input_is_one_sentence(run, capsys, tmp_path):
     assert "--help shows the options" in refused(capsys)
     assert "--help" in refused(capsys, str(run / "best"), "--check", str(run))
     assert "invalid choice: 'tensorrt'" in refused(capsys, str(run / "best"), "--to", "tensorrt")
-    assert "no such folder" in refused(capsys, str(tmp_path / "nothing"))
+    assert "is no head" in refused(capsys, str(tmp_path / "nothing"))
     assert "no such folder" in refused(capsys, "--check", str(tmp_path / "nothing"))
     assert "draft.json" in refused(capsys, make(run / "new"))
     lonely = make(tmp_path / "a" / "best")
+    (Path(lonely) / "draft.json").write_text("{}")
     assert "config.yaml" in refused(capsys, lonely)
     main([str(run / "best")])
     assert "holds no config.json" in refused(
