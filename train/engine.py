@@ -85,7 +85,7 @@ class Engine:
 
     @torch.no_grad()
     def propose(self, batch: TTTBatch, depth: int) -> Tensor:
-        """[depth, B, T] target ids the draft proposes when it feeds itself."""
+        """[depth, T] target ids the draft proposes when it feeds itself, -1 where no chain is."""
         return self.engine(batch, None, depth)
 
     def backward(self, loss: Tensor, last: bool) -> None:
