@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
+MISSING: Any = "???"  # what OmegaConf reads as "must be given"; the schema needs no library
 
 
 class ConfigError(ValueError):
@@ -173,6 +173,7 @@ class EngineSection:
     precision: Precision = Precision.bfloat16  # bfloat16 keeps float32 masters
     zero_stage: int = 1  # DeepSpeed ZeRO stage 0..3
     attention: DraftAttentionKind = DraftAttentionKind.auto  # kernel of the draft's attention
+    recompute: bool = False  # keep an unroll step's ends only: less memory, a third more time
     threads: int | None = None  # CPU threads a rank; null: cores divided by local ranks
     deepspeed: dict[str, Any] = field(default_factory=dict)  # passed through to DeepSpeed as it is
 

@@ -32,12 +32,13 @@ class Chains:
     """K steps, and the P supervised guesses of all steps sorted by the position they predict.
 
     The target of row t at step k is position t+1+k, whose verifier state gives the distribution of
-    x[t+2+k]. Guesses of one target lie side by side, so its teacher is computed once.
+    x[t+2+k]. Guesses of one target lie side by side, so its teacher is computed once; targets with
+    equally many guesses lie side by side, so nearly all of them form blocks of one size.
     """
 
     steps: list[ChainStep]
     near: Tensor  # [I] packed rows whose token some chain is fed
-    targets: Tensor  # [M] packed positions that are predicted, ascending
+    targets: Tensor  # [M] packed positions that are predicted, those with most guesses first
     targets_of: Tensor  # [P] place of a guess's target in ``targets``
     depths: Tensor  # [P] step of a guess
     documents: Tensor  # [P] document of a guess
@@ -66,10 +67,14 @@ class Chains:
         supervised = emits.nonzero()  # [P, 2]: step, row; by step
         depths, places = supervised[:, 0], supervised[:, 1]
         positions = places + 1 + depths
-        order = positions.argsort(stable=True)
+        targets, inverse, sizes = positions.unique(return_inverse=True, return_counts=True)
+        by_size = sizes.argsort(descending=True, stable=True)
+        ranks = torch.empty_like(by_size)
+        ranks[by_size] = torch.arange(len(by_size))
+        order = ranks[inverse].argsort(stable=True)  # of guesses: by target, then by step
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order))
-        targets, sizes = positions.unique(return_counts=True)
+        targets, sizes = targets[by_size], sizes[by_size]
         near = torch.cat([step + k for k, step in enumerate(rows)]).unique()
         counts = emits.sum(1).tolist()
         steps = []

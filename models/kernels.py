@@ -9,7 +9,7 @@ import math
 
 import torch
 from torch import Tensor
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from conf.schema import ConfigError, DraftAttentionKind
 from models.attention import Attended, Gradients, Kernel, Question
@@ -213,7 +213,10 @@ def cuda_backward(asked: Question, whole: Attended, grad: Tensor) -> Gradients:
 
 
 def flash_attn_forward(asked: Question) -> Attended:
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # CUDA only
+    # Only where CUDA is: no dependency of Eyrie.
+    from flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingImports]
+        _flash_attn_varlen_forward,
+    )
 
     sequences, key, value = on_sequences(asked)
     output, lse, *_ = _flash_attn_varlen_forward(
@@ -224,7 +227,9 @@ def flash_attn_forward(asked: Question) -> Attended:
 
 
 def flash_attn_backward(asked: Question, whole: Attended, grad: Tensor) -> Gradients:
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # CUDA only
+    from flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingImports]
+        _flash_attn_varlen_backward,
+    )
 
     sequences, key, value = on_sequences(asked)
     grads = [torch.empty_like(states) for states in (asked.query, key, value)]

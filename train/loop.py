@@ -143,7 +143,8 @@ def build(
     say(f"draft vocabulary: {config.draft_vocab_size:,} tokens, {share:.1%} of the training labels")
     kernel = choose_kernel(cfg.engine.attention, device, dtype, config.head_dim)
     teacher = Distillation(cfg.loss.kind, head, ends.config)
-    return TrainingTimeTest(draft, teacher, cfg.ttt, kernel).to(device)
+    module = TrainingTimeTest(draft, teacher, cfg.ttt, kernel, cfg.engine.recompute)
+    return module.to(device)
 
 
 def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:

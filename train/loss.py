@@ -7,7 +7,7 @@ gradient is made in the same pass. Nothing of size guesses x vocabulary is kept.
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,11 @@ class Teacher:
     negentropy: Tensor = NONE  # [M] kl: sum of probs * log probs
     draft_ids: Tensor = NONE  # [M] ce: the argmax as a draft id, where it has one
     inside: Tensor = NONE  # [M] bool, ce: it has
+
+    def repeated(self, rows: Tensor) -> "Teacher":
+        """One row a guess in place of one a target: rows [P] -> P of them."""
+        known = {item.name: getattr(self, item.name) for item in fields(self)}
+        return Teacher(**{k: v if v is NONE else v[rows] for k, v in known.items()})
 
 
 class Distillation:
@@ -88,6 +93,7 @@ class Fused:
 class Chunk:
     targets: slice
     guesses: slice
+    even: bool  # every target has equally many guesses
 
 
 def chunks_of(chains: Chains, most: int) -> Iterator[Chunk]:
@@ -95,7 +101,9 @@ def chunks_of(chains: Chains, most: int) -> Iterator[Chunk]:
     first = 0
     while first + 1 < len(chains.ends):
         end = max(first + 1, bisect_right(chains.ends, chains.ends[first] + most) - 1)
-        yield Chunk(slice(first, end), slice(chains.ends[first], chains.ends[end]))
+        most_of_one = chains.ends[first + 1] - chains.ends[first]  # they fall along the targets
+        even = chains.ends[end] - chains.ends[end - 1] == most_of_one
+        yield Chunk(slice(first, end), slice(chains.ends[first], chains.ends[end]), even)
         first = end
 
 
@@ -118,15 +126,16 @@ class _ChunkedLoss(torch.autograd.Function):
         for chunk in chunks_of(chains, most):
             rows, weights = states[chunk.guesses], known.weights[chunk.guesses, None].to(head.dtype)
             teacher = known.distillation.teacher(known.batch, chains.targets[chunk.targets], draft)
-            target = chains.targets_of[chunk.guesses] - chunk.targets.start
-            logits = widened(rows @ head.T)
-            best = logits.argmax(-1, keepdim=True)
-            hits[chunk.guesses] = draft.to_target_ids(best[:, 0]) == teacher.ids[target]
-            graded = grade(known.distillation.kind, logits, best, teacher, target)
-            losses[chunk.guesses] = graded.losses
+            if not chunk.even:
+                teacher = teacher.repeated(chains.targets_of[chunk.guesses] - chunk.targets.start)
+            logits = widened(rows @ head.T).view(len(teacher.ids), -1, len(head))
+            best = logits.argmax(-1)
+            hits[chunk.guesses] = (draft.to_target_ids(best) == teacher.ids[:, None]).flatten()
+            graded = grade(known.distillation.kind, logits, best, teacher)
+            losses[chunk.guesses] = graded.losses.flatten()
             if not known.trained:
                 continue
-            of_logits = graded.of_logits.to(head.dtype)
+            of_logits = graded.of_logits.view(-1, len(head)).to(head.dtype)
             if of_head is not None:
                 add_product(of_head, of_logits, rows * weights)
             torch.mm(of_logits, head, out=rows).mul_(weights)
@@ -151,36 +160,38 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Graded:
-    losses: Tensor  # [P]
-    of_logits: Tensor  # [P, Vd] gradient of each row's loss by its logits
+    losses: Tensor  # [M, m]
+    of_logits: Tensor  # [M, m, Vd] gradient of each loss by its logits
 
 
-def grade(kind: LossKind, logits: Tensor, best: Tensor, teacher: Teacher, target: Tensor) -> Graded:
-    """logits [P, Vd] with argmax ``best`` [P, 1] against teacher rows ``target`` [P].
+def grade(kind: LossKind, logits: Tensor, best: Tensor, teacher: Teacher) -> Graded:
+    """m guesses a target: logits [M, m, Vd] with argmax ``best`` [M, m] against M teacher rows.
 
     kl: KL(target || draft) over the draft vocabulary. ce: the verifier's argmax; no loss where it
     is outside the vocabulary. tv: 1 - sum min(target, draft); lk: -log of that sum; both with the
     target's mass over the full vocabulary.
     """
     probs = logits.softmax(-1)
+    best = best[..., None]
     lse = (logits.gather(-1, best) - probs.gather(-1, best).log()).squeeze(-1)
     if kind is LossKind.kl:
-        wanted = teacher.probs[target]
-        losses = teacher.negentropy[target] - torch.linalg.vecdot(wanted, logits) + lse
+        wanted = teacher.probs[:, None]
+        losses = teacher.negentropy[:, None] - torch.linalg.vecdot(wanted, logits) + lse
         return Graded(losses, probs.sub_(wanted))
     if kind is LossKind.ce:
-        label, inside = teacher.draft_ids[target][:, None], teacher.inside[target]
+        label = teacher.draft_ids[:, None, None].expand_as(best)
+        inside = teacher.inside[:, None]
         losses = (lse - logits.gather(-1, label).squeeze(-1)) * inside
-        probs.scatter_add_(-1, label, torch.full_like(lse[:, None], -1.0))
-        return Graded(losses, probs.mul_(inside[:, None]))
-    wanted = teacher.probs[target]
+        probs.scatter_add_(-1, label, torch.full_like(lse[..., None], -1.0))
+        return Graded(losses, probs.mul_(inside[..., None]))
+    wanted = teacher.probs[:, None]
     overlap = torch.minimum(wanted, probs).sum(-1)
     short = (probs < wanted).to(probs.dtype)  # tokens whose overlap the draft can still raise
-    of_logits = probs.mul_(torch.linalg.vecdot(probs, short)[:, None] - short)
+    of_logits = probs.mul_(torch.linalg.vecdot(probs, short)[..., None] - short)
     if kind is LossKind.tv:
         return Graded(1 - overlap, of_logits)
     overlap = overlap.clamp_min(torch.finfo(overlap.dtype).tiny)
-    return Graded(-overlap.log(), of_logits.div_(overlap[:, None]))
+    return Graded(-overlap.log(), of_logits.div_(overlap[..., None]))
 
 
 def widened(logits: Tensor) -> Tensor:

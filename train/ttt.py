@@ -19,14 +19,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from conf.schema import TTTSection
-from data.chains import shifted
+from data.chains import ChainStep, shifted
 from data.records import TTTBatch
 from models.attention import Kernel
-from models.eagle3 import Eagle3Draft
+from models.eagle3 import DraftOutput, Eagle3Draft
 from models.memory import TTTMemory
 from train.loss import Distillation
+
+NON_REENTRANT = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn at random
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,28 @@ def open_unroll(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel) -> Opening:
     return Opening(hidden, share, memory)
 
 
-def unroll(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel) -> list[Tensor]:
-    """Run the chains of ``batch`` on the data's tokens -> K times [R, D], what the head reads."""
+def unroll(
+    draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, recompute: bool = False
+) -> list[Tensor]:
+    """Run the chains of ``batch`` on the data's tokens -> K times [R, D], what the head reads.
+
+    ``recompute``: keep a step's states and keys only, and compute its inside again in the backward.
+    """
     opening, chains = open_unroll(draft, batch, kernel), batch.chains
     share = opening.share[chains.near]
     hidden, memory = opening.hidden[chains.steps[0].rows], opening.memory
+
+    def advance(step: ChainStep, hidden: Tensor, memory: TTTMemory, known: bool) -> DraftOutput:
+        return draft(share[step.tokens], hidden, step.positions, memory, known)
+
     normed = []
     for k, step in enumerate(chains.steps):
         memory = memory.following(step.runs, step.kept)
         hidden = hidden if step.kept is None else hidden[step.kept]
-        output = draft(share[step.tokens], hidden, step.positions, memory, known=k == 0)
+        if recompute:
+            output = checkpoint(advance, step, hidden, memory, k == 0, **NON_REENTRANT)
+        else:
+            output = advance(step, hidden, memory, k == 0)
         hidden = output.hidden
         normed.append(output.normed)
     return normed
@@ -96,13 +111,19 @@ class TrainingTimeTest(nn.Module):
     """What DeepSpeed wraps: the draft, whose forward is unroll + loss in one call."""
 
     def __init__(
-        self, draft: Eagle3Draft, distillation: Distillation, ttt: TTTSection, kernel: Kernel
+        self,
+        draft: Eagle3Draft,
+        distillation: Distillation,
+        ttt: TTTSection,
+        kernel: Kernel,
+        recompute: bool = False,
     ):
         super().__init__()
         self.draft = draft
         self.distillation = distillation
         self.ttt = ttt
         self.kernel = kernel
+        self.recompute = recompute
 
     def forward(self, batch: TTTBatch, row_weights: Tensor | None, own: int = 0):
         """row_weights [B]: what one row of each document adds to the loss -> TTTOutput.
@@ -114,7 +135,7 @@ class TrainingTimeTest(nn.Module):
             return unroll_own(self.draft, batch, self.kernel, own)
         assert row_weights is not None
         chains = batch.chains
-        steps = unroll(self.draft, batch, self.kernel)
+        steps = unroll(self.draft, batch, self.kernel, self.recompute)
         weights = row_weights[chains.documents] * self.ttt.decay ** chains.depths.to(row_weights)
         guesses = self.distillation(self.draft, batch, steps, weights)
         sums = guesses.losses.new_zeros(2, self.ttt.depth)

@@ -1,16 +1,21 @@
 """Small heads, packs and the plain twin of the training step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from conf.schema import LossKind, Supervise
+from conf.schema import LossKind, Supervise, TTTSection
 from data.chains import Chains
 from data.records import TTTBatch
+from models.attention import Kernel
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.kernels import CPU_FLASH
+from train.loss import Distillation
+from train.ttt import TrainingTimeTest, TTTOutput
 
 WIDTH, VOCAB, DRAFT_VOCAB, AUX = 24, 40, 16, 3
 
@@ -203,3 +208,84 @@ def plain_sum() -> Callable[..., Tensor]:
         return value
 
     return total
+
+
+# ---- all of the above under one name, and the training step on it -----------------------------
+
+
+def starts_of(documents: list[Document]) -> Tensor:
+    return torch.tensor([0, *(len(d.ids) for d in documents)]).cumsum(0)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one training step gave."""
+
+    output: TTTOutput
+    grads: dict[str, Tensor]  # by name, of every trainable parameter
+
+    @property
+    def loss(self) -> float:
+        return self.output.loss.item()
+
+
+@dataclass(frozen=True)
+class Lab:
+    draft: Callable[..., Eagle3Draft]
+    document: Callable[..., Document]
+    pack: Callable[..., TTTBatch]
+    head: Tensor
+    plain_sum: Callable[..., Tensor]
+
+    def documents(self, masks: list[list[int]]) -> list[Document]:
+        return [self.document(mask, seed) for seed, mask in enumerate(masks)]
+
+    def module(
+        self,
+        draft: Eagle3Draft,
+        depth: int,
+        rule: Supervise = Supervise.span,
+        kind: LossKind = LossKind.kl,
+        kernel: Kernel = CPU_FLASH,
+    ) -> TrainingTimeTest:
+        ids = draft.d2t + torch.arange(len(draft.d2t))
+        ttt = TTTSection(depth=depth, decay=0.8, supervise=rule)
+        teacher = Distillation(kind, self.head.to(draft.fc.weight.dtype)[ids], LlamaConfig())
+        return TrainingTimeTest(draft, teacher, ttt, kernel)
+
+    def step(
+        self, module: TrainingTimeTest, batch: TTTBatch, weights: list[float] | None = None
+    ) -> Stepped:
+        """Loss and gradients of ``batch``; every row weighs 1 unless ``weights`` are given."""
+        each = torch.tensor(weights or [1.0] * batch.samples, dtype=torch.float64)
+        output = module(batch, each)
+        return Stepped(output, self.gradients(output.loss, module))
+
+    def gradients(self, loss: Tensor, module: TrainingTimeTest) -> dict[str, Tensor]:
+        parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        grads = torch.autograd.grad(loss, list(parameters.values()))
+        return dict(zip(parameters, grads, strict=True))
+
+    def apart(self, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+        """Largest difference of any gradient, relative to that gradient's largest entry."""
+        assert ours.keys() == theirs.keys()
+        return max(
+            float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max().clamp_min(1e-30))
+            for n in theirs
+            if float(theirs[n].abs().max()) > 0
+        )
+
+    def through(self, documents: list[Document], depth: int) -> TTTBatch:
+        """A pack whose every row is unrolled as far as its document's tokens go; no loss."""
+        starts = starts_of(documents)
+        lengths = starts.diff()
+        place = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        left = lengths.repeat_interleave(lengths) - place  # x[t+1+k] is there while k + 1 < left
+        needed = torch.stack([left > k + 1 for k in range(depth)])
+        batch = self.pack(documents)
+        return replace(batch, chains=Chains.build(torch.zeros_like(needed), needed, starts))
+
+
+@pytest.fixture
+def lab(make_draft, make_document, make_pack, head: Tensor, plain_sum) -> Lab:
+    return Lab(make_draft, make_document, make_pack, head, plain_sum)
