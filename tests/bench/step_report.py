@@ -78,7 +78,9 @@ def figures_of(
         if rival.name == OURS and row.rows and row.rows != expected:
             raise SystemExit(f"{title(case)}: our rows are {row.rows}, the count is {expected}")
         rows.append(row)
-    return Figures(case, len(samples), tokens, supervised, flops, rows, ratios(samples))
+    return Figures(
+        case, len(samples), tokens, supervised, flops, rows, ratios(samples, rivals[0].name)
+    )
 
 
 def row_of(name: str, samples: list[Sample], sizes: tuple[int, int, int], extra: int | None) -> Row:
@@ -105,13 +107,13 @@ def row_of(name: str, samples: list[Sample], sizes: tuple[int, int, int], extra:
     )
 
 
-def ratios(samples: list[Sample]) -> dict[str, float]:
-    """Another's seconds over ours, each pair from one round; the median of the rounds."""
+def ratios(samples: list[Sample], base: str) -> dict[str, float]:
+    """Another's seconds over ours (``base``), pairs of one round each; their median."""
     paired: dict[str, list[float]] = {}
     for sample in samples:
-        ours = sample.answers.get(OURS, {}).get("seconds")
+        ours = sample.answers[base].get("seconds")
         for name, reply in sample.answers.items():
-            if name != OURS and ours and "seconds" in reply:
+            if name != base and ours and "seconds" in reply:
                 paired.setdefault(name, []).append(reply["seconds"] / ours)
     return {name: median(values) for name, values in paired.items()}
 
