@@ -178,7 +178,7 @@ def row_weights(cfg: RunConfig, batches: list[TTTBatch]) -> list[Tensor]:
     token: 1/N, N the rows at depth 0 over all ranks and the whole window. sequence: 1/(S*N_i),
     S the samples with supervision, N_i the rows of sample i.
     """
-    counts = [b.chains.roots(b.samples).float() for b in batches]
+    counts = [b.chains.roots.float() for b in batches]
     if cfg.loss.normalise is Normalise.token:
         whole = sum_over_ranks(torch.stack([count.sum() for count in counts]).sum())
         return [torch.ones_like(count) / whole.clamp_min(1) for count in counts]

@@ -88,7 +88,7 @@ def check(masks: list[list[int]], depth: int, rule: Supervise) -> None:
     assert [step.rows.tolist() for step in chains.steps] == (needed or [[0]])
     check_steps(chains, masks)
     firsts = [sum(guess[0] == n and guess[2] == 0 for guess in expected) for n in range(len(masks))]
-    assert chains.roots(len(masks)).tolist() == firsts
+    assert chains.roots.tolist() == firsts
 
 
 def check_targets(chains: Chains, guesses: int) -> None:
@@ -210,7 +210,7 @@ def test_rows_from_which_a_loop_can_ask():
     (step,) = chains.steps
     # rows t whose x[t+1] is of an answer in the same document: x[0] of a text is asked by no row
     assert step.rows.tolist() == [1, 2, 5, 8] and step.positions.tolist() == [1, 2, 0, 0]
-    assert sum(chains.counts) == 0 and chains.roots(3).tolist() == [0, 0, 0]
+    assert sum(chains.counts) == 0 and chains.roots.tolist() == [0, 0, 0]
 
 
 def test_a_move_reaches_every_tensor():
