@@ -1,6 +1,7 @@
 """The DeepSpeed engine around the training-time test: the one file that knows DeepSpeed."""
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -76,6 +77,7 @@ class Engine:
             dist_init_required=False,
         )
         self.engine.checkpoint_engine.load = read_weights
+        self.window, self.first = ExitStack(), True  # of the micro-batches of one step
         # At stage 0 in bf16 DeepSpeed makes a step without gradients to allocate the moments; Adam
         # would count it, and its first real update would be a quarter too small.
         if self.stage == 0 and self.dtype is torch.bfloat16:
@@ -104,9 +106,18 @@ class Engine:
 
         The loss is already divided by the window's global count. DeepSpeed averages over ranks;
         that is multiplied back here.
+        Stages 2 and 3 reduce gradients in the order in which they arrive, which depends on a
+        batch's rows: stage 2 then adds up those of different weights. Reduced once, after the
+        last micro-batch, they go in the order of the weights; it costs one gradient on each rank.
         """
-        self.engine.set_gradient_accumulation_boundary(last)
+        if self.stage < 2:
+            self.engine.set_gradient_accumulation_boundary(last)
+        elif self.first:
+            self.window.enter_context(self.engine.coalesce_grad_reduction())
         self.engine.backward(loss * self.world_size)
+        self.first = last
+        if last:
+            self.window.close()
 
     def step(self, lr: float, supervised: Tensor) -> float:
         """Update the weights at learning rate ``lr`` -> the gradient norm before clipping.

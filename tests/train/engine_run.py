@@ -37,6 +37,7 @@ from train.metrics import Interval
 from train.ttt import TrainingTimeTest
 
 WIDTH, VOCAB, ROWS = 32, 40, 24
+SMALL_TOO = {"stage3_param_persistence_threshold": 0}  # or stage 3 keeps such small weights whole
 SIZES = [6, 6, 6, 3, *[6] * 16]  # samples a step: one window is partial
 
 
@@ -95,7 +96,11 @@ def build(spec: Spec, ranks: RankInfo) -> "Job":
     cfg = RunConfig(
         ttt=TTTSection(depth=3),
         optim=OptimSection(clip=0.5),
-        engine=EngineSection(zero_stage=spec.stage, precision=Precision(spec.precision)),
+        engine=EngineSection(
+            zero_stage=spec.stage,
+            precision=Precision(spec.precision),
+            deepspeed={"zero_optimization": SMALL_TOO},
+        ),
     )
     torch.manual_seed(0)
     head = torch.randn(VOCAB, WIDTH)
@@ -157,14 +162,17 @@ class Job:
 
     def counts(self) -> dict:
         """Elements by who holds them, and what got a gradient (plain at stage 0 alone)."""
-        module = self.engine.module
-        named = dict(module.named_parameters())
+        named = dict(self.engine.module.named_parameters())
         groups = self.engine.optimizer.param_groups
         output = self.engine(self.batches(0)[0], row_weights(self.cfg, self.batches(0)).weights[0])
-        output.loss.backward() if self.spec.stage == 0 else None
+        if self.spec.stage == 0:
+            self.engine.backward(output.loss, last=False)
         return {
             "optimizer": sum(p.numel() for group in groups for p in group["params"]),
             "trainable": self.engine.trainable,
+            "all": self.engine.trainable + self.engine.frozen,
+            "embedding": VOCAB * WIDTH,
+            "names": sorted(named),
             "with_gradient": sorted(n for n, p in named.items() if p.grad is not None),
             "frozen": sorted(n for n, p in named.items() if not p.requires_grad),
         }

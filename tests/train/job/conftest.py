@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-MAIN = str(Path(__file__).resolve().parents[2] / "train" / "main.py")
+MAIN = str(Path(__file__).resolve().parents[3] / "train" / "main.py")
 
 
 @dataclass(frozen=True)
