@@ -48,7 +48,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "capture.batch_tokens": "4096",
     "capture.shard_mib": "1024",
     "optim.batch_size": "16",
-    "optim.micro_batch_size": "2",
+    "optim.micro_batch_tokens": "8192",
     "optim.max_steps": "null",
     "engine.threads": "null",
     "log.every": "10",

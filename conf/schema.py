@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
+MISSING: Any = "???"  # what OmegaConf reads as "must be given"; the schema needs no library
 
 
 class ConfigError(ValueError):
@@ -38,6 +38,13 @@ class Attention(Enum):
     sdpa = "sdpa"
     eager = "eager"
     flash_attention_2 = "flash_attention_2"  # needs flash-attn and CUDA; for capture alone
+
+
+class DraftAttentionKind(Enum):
+    auto = "auto"  # the fastest that runs on the machine
+    flash_attn = "flash_attn"  # needs flash-attn and CUDA
+    torch_flash = "torch_flash"  # PyTorch's own flash kernel, on CUDA and CPU
+    plain = "plain"  # explicit scores, memory quadratic in the length
 
 
 class HeadInit(Enum):
@@ -156,7 +163,7 @@ class OptimSection:
     warmup_share: float = 0.04  # share of all steps with rising learning rate
     min_lr_share: float = 0.1  # end of the cosine, as a share of lr
     batch_size: int = 16  # samples an optimizer step, over all ranks
-    micro_batch_size: int = 2  # samples a rank and forward; accumulation follows
+    micro_batch_tokens: int = 8192  # tokens a rank and forward; accumulation follows
     epochs: float = 2.0  # passes over the training samples
     max_steps: int | None = None  # stop here, whatever epochs says
 
@@ -165,6 +172,8 @@ class OptimSection:
 class EngineSection:
     precision: Precision = Precision.bfloat16  # bfloat16 keeps float32 masters
     zero_stage: int = 1  # DeepSpeed ZeRO stage 0..3
+    attention: DraftAttentionKind = DraftAttentionKind.auto  # kernel of the draft's attention
+    recompute: bool = False  # keep an unroll step's ends only: less memory, a third more time
     threads: int | None = None  # CPU threads a rank; null: cores divided by local ranks
     deepspeed: dict[str, Any] = field(default_factory=dict)  # passed through to DeepSpeed as it is
 

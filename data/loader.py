@@ -1,19 +1,20 @@
 """The loader: cached samples in a reproducible order, as the batches of whole optimizer steps."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from conf.runtime import RankInfo, fingerprint
-from conf.schema import ConfigError, OptimSection
+from conf.schema import ConfigError, OptimSection, TTTSection
+from data.chains import Chains, moved
+from data.packer import pack
 from data.reader import ShardReader
-from data.records import CachedSample, TTTBatch
+from data.records import CachedSample, TokenizedSample, TTTBatch
 
 AHEAD = 2  # windows read in the background
 
@@ -30,12 +31,19 @@ class TrainLoader:
 
     Samples are shuffled once an epoch by (seed, epoch). A step takes the next optim.batch_size of
     that order, the last one of an epoch what is left. Inside a step they are sorted by length,
-    longest first, rank r of W takes r, r+W, ... and cuts its share into micro-batches: padding is
-    small, ranks are balanced, and the set of samples a step sees does not depend on W. All of it
-    follows from the step number, which is the loader's whole state.
+    longest first, rank r of W takes r, r+W, ... and packs its share into micro-batches: ranks are
+    balanced, and the set of samples a step sees does not depend on W. All of it follows from the
+    step number, which is the loader's whole state.
     """
 
-    def __init__(self, reader: ShardReader, optim: OptimSection, seed: int, ranks: RankInfo):
+    def __init__(
+        self,
+        reader: ShardReader,
+        optim: OptimSection,
+        ttt: TTTSection,
+        seed: int,
+        ranks: RankInfo,
+    ):
         """Raises ConfigError when the cache holds no training sample."""
         if not reader.train_indices:
             raise ConfigError(
@@ -45,6 +53,7 @@ class TrainLoader:
         self.reader = reader
         self.indices = torch.tensor(reader.train_indices)
         self.optim = optim
+        self.ttt = ttt
         self.seed = seed
         self.ranks = ranks
 
@@ -81,15 +90,21 @@ class TrainLoader:
 
     def window(self, step: int) -> StepWindow:
         """This rank's part of one step, read from the cache."""
-        share = self.share(step)
-        size = self.optim.micro_batch_size
-        batches = []
-        for start in range(0, self.batches_per_rank(step) * size, size):
-            samples = [self.reader.read(index) for index in share[start : start + size]]
-            batches.append(collate(samples) if samples else self.idle_batch())
+        shares = self.packs(step)
+        packs = shares[self.ranks.rank]
+        idle = [[] for _ in range(max(map(len, shares)) - len(packs))]
+        batches = [self.batch(pack) for pack in packs + idle]
         if torch.cuda.is_initialized():  # a copy from pinned memory overlaps with computation
-            batches = [pinned(batch) for batch in batches]
+            batches = [moved_batch(batch, Tensor.pin_memory) for batch in batches]
         return StepWindow(batches)
+
+    def batch(self, pack: list[int]) -> TTTBatch:
+        """The samples ``pack`` end to end; an empty one still has a row, and nothing supervised."""
+        samples = [self.reader.read(index) for index in pack] or [self.idle_sample()]
+        mask = torch.cat([cached.sample.loss_mask for cached in samples])
+        starts = starts_of(samples)
+        chains = Chains.of(mask, starts, self.ttt.depth, self.ttt.supervise)
+        return collate(samples, chains)
 
     def samples_of(self, step: int) -> list[int]:
         """The samples all ranks together see in one step, longest first."""
@@ -100,57 +115,55 @@ class TrainLoader:
         taken = order[place * size : (place + 1) * size]
         return taken[self.reader.lengths[taken].argsort(descending=True, stable=True)].tolist()
 
-    def share(self, step: int) -> list[int]:
-        """This rank's samples of one step."""
-        return self.samples_of(step)[self.ranks.rank :: self.ranks.world_size]
+    def packs(self, step: int) -> list[list[list[int]]]:
+        """The samples of one step by rank and micro-batch; ranks may have fewer than others."""
+        samples = self.samples_of(step)
+        shares = []
+        for rank in range(self.ranks.world_size):
+            share = samples[rank :: self.ranks.world_size]
+            lengths = self.reader.lengths[share].tolist()
+            packs = pack(lengths, self.optim.micro_batch_tokens)
+            shares.append([[share[i] for i in chosen] for chosen in packs])
+        return shares
 
-    def batches_per_rank(self, step: int) -> int:
-        """Micro-batches of the busiest rank; the others fill up with idle ones."""
-        most = -(-len(self.samples_of(step)) // self.ranks.world_size)
-        return -(-most // self.optim.micro_batch_size)
-
-    def idle_batch(self) -> TTTBatch:
-        """One row of no length: nothing in it is supervised."""
+    def idle_sample(self) -> CachedSample:
+        """One row in which nothing is supervised."""
         width, layers = self.reader.manifest.hidden_size, len(self.reader.manifest.aux_layers)
         dtype = getattr(torch, self.reader.manifest.dtype)
-        return TTTBatch(
-            input_ids=torch.zeros(1, 1, dtype=torch.int64),
-            loss_mask=torch.zeros(1, 1, dtype=torch.bool),
-            lengths=torch.zeros(1, dtype=torch.int64),
-            aux=torch.zeros(1, 1, layers * width, dtype=dtype),
-            last=torch.zeros(1, 1, width, dtype=dtype),
-            argmax=torch.zeros(1, 1, dtype=torch.int64),
-            lse=torch.zeros(1, 1),
+        ids = torch.zeros(1, dtype=torch.int64)
+        return CachedSample(
+            sample=TokenizedSample("", ids, ids.bool(), greedy=False, held_out=False),
+            aux=torch.zeros(1, layers * width, dtype=dtype),
+            last=torch.zeros(1, width, dtype=dtype),
+            argmax=ids,
+            lse=torch.zeros(1),
         )
 
 
-def collate(samples: list[CachedSample]) -> TTTBatch:
-    """Pad ``samples`` to the longest one with zeros, which are never supervised."""
+def starts_of(samples: list[CachedSample]) -> Tensor:
+    """[B+1] first packed row of each sample, and the end of the last."""
+    return torch.tensor([0, *(len(cached.sample.input_ids) for cached in samples)]).cumsum(0)
 
-    def stack(rows: list[Tensor]) -> Tensor:
-        return pad_sequence(rows, batch_first=True)
 
+def collate(samples: list[CachedSample], chains: Chains) -> TTTBatch:
+    """``samples`` end to end, with the chains that run on them."""
     return TTTBatch(
-        input_ids=stack([cached.sample.input_ids for cached in samples]),
-        loss_mask=stack([cached.sample.loss_mask for cached in samples]),
-        lengths=torch.tensor([len(cached.sample.input_ids) for cached in samples]),
-        aux=stack([cached.aux for cached in samples]),
-        last=stack([cached.last for cached in samples]),
-        argmax=stack([cached.argmax for cached in samples]),
-        lse=stack([cached.lse for cached in samples]),
+        input_ids=torch.cat([cached.sample.input_ids for cached in samples]),
+        positions=torch.cat([torch.arange(len(cached.sample.input_ids)) for cached in samples]),
+        aux=torch.cat([cached.aux for cached in samples]),
+        last=torch.cat([cached.last for cached in samples]),
+        argmax=torch.cat([cached.argmax for cached in samples]),
+        lse=torch.cat([cached.lse for cached in samples]),
+        samples=len(samples),
+        chains=chains,
     )
+
+
+def moved_batch(batch: TTTBatch, move: Callable[[Tensor], Tensor]) -> TTTBatch:
+    return replace(moved(batch, move), chains=batch.chains.moved(move))
 
 
 def on_device(batch: TTTBatch, device: torch.device, dtype: torch.dtype) -> TTTBatch:
     """Bring a batch to ``device``, its states also to ``dtype``."""
-    moved = {
-        item.name: getattr(batch, item.name).to(device, non_blocking=True) for item in fields(batch)
-    }
-    states = {name: moved[name].to(dtype) for name in ("aux", "last")}
-    return TTTBatch(**(moved | states))
-
-
-def pinned(batch: TTTBatch) -> TTTBatch:
-    return replace(
-        batch, **{item.name: getattr(batch, item.name).pin_memory() for item in fields(batch)}
-    )
+    there = moved_batch(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return replace(there, aux=there.aux.to(dtype), last=there.last.to(dtype))

@@ -1,13 +1,16 @@
 """The dataclasses that travel between the folders, and the shape legend.
 
-B batch, T tokens, D verifier width, A aux layers, V verifier vocabulary, Vd draft vocabulary,
-K unroll depth, N draft tokens a round. ``last`` is the state after the verifier's final norm.
+B samples of a batch, T tokens, D verifier width, A aux layers, V verifier vocabulary, Vd draft
+vocabulary, K unroll depth, N draft tokens a round. ``last`` is the state after the verifier's final
+norm.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
+
+from data.chains import Chains
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,16 @@ class CachedSample:
 
 @dataclass(frozen=True)
 class TTTBatch:
-    """Right-padded samples. Rows at or beyond ``lengths`` hold zeros and are never supervised."""
+    """B samples end to end, without padding: T rows in all. Nothing reaches over a border."""
 
-    input_ids: Tensor  # [B, T] int64
-    loss_mask: Tensor  # [B, T] bool
-    lengths: Tensor  # [B] int64
-    aux: Tensor  # [B, T, A*D]
-    last: Tensor  # [B, T, D]
-    argmax: Tensor  # [B, T] int64
-    lse: Tensor  # [B, T] fp32
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, from 0 in each sample
+    aux: Tensor  # [T, A*D]
+    last: Tensor  # [T, D]
+    argmax: Tensor  # [T] int64
+    lse: Tensor  # [T] fp32
+    samples: int  # B
+    chains: Chains  # the rows that are unrolled
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from conf.schema import ConfigError
-from models.attention import DraftCache
 from models.eagle3 import DraftOutput, Eagle3Draft
 from models.kv import KVCache
+from models.memory import DraftCache
 from models.verifier import Verifier, VerifierStates
 
 
@@ -77,7 +77,8 @@ class DraftDecoder:
     def remember(self, tokens: Tensor, aux: Tensor) -> None:
         """Rows of a prompt, at once: nothing is guessed from them, so they only give keys."""
         positions = self.positions[:, : tokens.shape[1]]
-        self.draft.remember(tokens, self.draft.fuse(aux), positions, self.cache)
+        share = self.draft.share_of(tokens)
+        self.draft.remember(share, self.draft.fuse(aux), positions, self.cache)
         self.committed = self.cache.length
 
     def start(self) -> Tensor:
@@ -93,7 +94,8 @@ class DraftDecoder:
     def _run(self, tokens: Tensor, hidden: Tensor) -> None:
         begin = self.cache.length
         positions = self.positions[:, begin : begin + tokens.shape[1]]
-        self._output = self.draft(tokens, hidden, positions, self.cache)
+        share = self.draft.share_of(tokens)
+        self._output = self.draft(share, hidden, positions, self.cache)
 
 
 def check_pair(verifier: Verifier, draft: Eagle3Draft) -> None:

@@ -1,125 +1,132 @@
-"""Attention of the draft: which keys a query sees, in training and in decoding."""
+"""Attention of the training-time test: causal over step-0 keys, plus one key a later step.
+
+At step k, row t sees the step-0 keys of its document up to t and one key at row t from each step
+1..k: a causal block and k diagonals, drawn here for three rows at step 2 (columns: step-0 keys,
+step-1 keys, step-2 keys):
+
+    x . .   x . .   x . .
+    x x .   . x .   . x .
+    x x x   . . x   . . x
+
+The block runs through a flash kernel, the diagonals are elementwise, and the two are merged by
+their log-sum-exp. The backward hands the flash kernel the *merged* output and the *merged*
+log-sum-exp: its probabilities are then those of the whole row, and so is the row sum of
+grad * output that it subtracts. Left to autograd the merge would need the kernel's gradient of the
+log-sum-exp, which flash kernels ignore.
+
+Shapes: R rows that ask, T packed rows of keys, H heads, Hkv key heads, G = H / Hkv, Dh width.
+"""
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from models.runs import Runs
 
 
-class Memory(Protocol):
-    """Keys seen so far."""
-
-    def remember(self, key: Tensor, value: Tensor) -> None:
-        """Take rows [B, Hkv, T, Dh] that ask nothing, only give keys to later ones."""
-        ...
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Remember the new rows and answer them.
-
-        query [B, H, T, Dh], key and value [B, Hkv, T, Dh] -> [B, H, T, Dh].
-        """
-        ...
+@dataclass(frozen=True)
+class Attended:
+    output: Tensor  # [R, H, Dh]
+    lse: Tensor  # [R, H] log-sum-exp of the scaled scores, fp32 or wider
 
 
-class TTTMemory:
-    """Keys of the training-time test (EAGLE-3, section 3.1).
+@dataclass(frozen=True)
+class Gradients:
+    query: Tensor  # [R, H, Dh]
+    key: Tensor  # [T, Hkv, Dh]
+    value: Tensor  # [T, Hkv, Dh]
 
-    Step 0 is causal attention over the sample's rows. At step k, row t sees the step-0 keys 0..t
-    and one key at row t from each step 1..k: a causal block and k diagonals, drawn here for T=3
-    at step 2 (columns: step-0 keys, step-1 keys, step-2 keys):
 
-        x . .   x . .   x . .
-        x x .   . x .   . x .
-        x x x   . . x   . . x
+@dataclass(frozen=True)
+class Question:
+    """What a kernel is asked: query [R, H, Dh] in ``runs`` over key and value [T, Hkv, Dh]."""
 
-    Samples are right-padded, so causality alone keeps padding out of every real row. Rows that
-    carry no loss themselves are remembered before step 0; the queries are the rows after them.
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    runs: Runs
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.query.shape[-1])
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Causal attention of runs. ``backward`` takes the output and lse of the whole row."""
+
+    name: str
+    forward: Callable[[Question], Attended]
+    backward: Callable[[Question, Attended, Tensor], Gradients]
+
+
+def attend(
+    query: Tensor, base: tuple[Tensor, Tensor], runs: Runs, own: list[Tensor], kernel: Kernel
+) -> Tensor:
+    """query [R, H, Dh], base: step-0 key and value [T, Hkv, Dh] -> [R, H, Dh].
+
+    ``own``: key and value [R, Hkv, Dh] of each later step, in turn.
     """
-
-    def __init__(self) -> None:
-        self.before: tuple[Tensor, Tensor] | None = None
-        self.base: tuple[Tensor, Tensor] | None = None
-        self.diagonals: list[tuple[Tensor, Tensor]] = []
-
-    def remember(self, key: Tensor, value: Tensor) -> None:
-        assert self.before is None and self.base is None
-        self.before = (key, value)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.base is not None:
-            self.diagonals.append((key, value))
-            return self._attend_block_and_diagonals(query)
-        if self.before is None:
-            self.base = (key, value)
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
-            )
-        keys, values = self.before
-        self.base = (torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2))
-        return self._attend_block_and_diagonals(query)
-
-    def _attend_block_and_diagonals(self, query: Tensor) -> Tensor:
-        assert self.base is not None
-        keys, values = self.base
-        batch, heads, rows, width = query.shape
-        groups = keys.shape[1]
-        query = query.view(batch, groups, heads // groups, rows, width) / math.sqrt(width)
-        known = keys.shape[2]  # P remembered rows, then the T that ask
-        block = query @ keys[:, :, None].transpose(-1, -2)  # [B, Hkv, G, T, P+T]
-        future = torch.ones(rows, known, dtype=torch.bool, device=query.device)
-        future = future.triu(known - rows + 1)
-        block = block.masked_fill(future, float("-inf"))
-        singles = [(query * key[:, :, None]).sum(-1, keepdim=True) for key, _ in self.diagonals]
-        scores = torch.cat([block, *singles], dim=-1)
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights = weights.to(query.dtype)
-        output = weights[..., :known] @ values[:, :, None]
-        for j, (_, value) in enumerate(self.diagonals):
-            output = output + weights[..., known + j, None] * value[:, :, None]
-        return output.reshape(batch, heads, rows, width)
+    return _Attention.apply(query, *base, runs, kernel, *own)
 
 
-class DraftCache:
-    """Keys of decoding: appended row by row, dropped again by ``truncate``."""
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, runs, kernel, *own):
+        asked = Question(query, key, value, runs)
+        block = kernel.forward(asked)
+        grouped = by_group(query, key)  # [R, Hkv, G, Dh]
+        scores = [dot(grouped, key)[..., 0].flatten(1) * asked.scale for key in own[::2]]
+        whole = merge(block, scores, own[1::2])
+        ctx.save_for_backward(query, key, value, whole.output, whole.lse, *scores, *own)
+        ctx.runs, ctx.kernel, ctx.steps = runs, kernel, len(scores)
+        return whole.output
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
-        self.length = 0
-        self.keys: Tensor | None = None  # [B, Hkv, capacity, Dh], made at the first call
-        self.values: Tensor | None = None
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value, output, lse, *rest = ctx.saved_tensors
+        asked, whole = Question(query, key, value, ctx.runs), Attended(output, lse)
+        grads = ctx.kernel.backward(asked, whole, grad)
+        scores, own = rest[: ctx.steps], rest[ctx.steps :]
+        grouped, grouped_grad = by_group(query, key), by_group(grad, key)
+        grad_query = by_group(grads.query, key)
+        share = dot(grouped_grad, by_group(output, key))  # [R, Hkv, G, 1]
+        grad_own = []
+        for score, own_key, own_value in zip(scores, own[::2], own[1::2], strict=True):
+            weight = (score - lse).exp().view_as(share)
+            inner = weight * (dot(grouped_grad, own_value) - share) * asked.scale
+            weight, inner = weight.to(grad.dtype), inner.to(grad.dtype)
+            grad_query.addcmul_(inner, own_key[:, :, None])
+            grad_own.append((inner * grouped).sum(2))
+            grad_own.append((weight * grouped_grad).sum(2))
+        return grads.query, grads.key, grads.value, None, None, *grad_own
 
-    def remember(self, key: Tensor, value: Tensor) -> None:
-        end = self.length + key.shape[2]
-        if end > self.capacity:
-            raise ValueError(f"draft cache of {self.capacity} rows cannot take row {end}")
-        if self.keys is None or self.values is None:
-            shape = (key.shape[0], key.shape[1], self.capacity, key.shape[3])
-            self.keys, self.values = key.new_zeros(shape), value.new_zeros(shape)
-        self.keys[:, :, self.length : end] = key
-        self.values[:, :, self.length : end] = value
-        self.length = end
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append the new rows; each sees everything before it and itself."""
-        start, rows = self.length, key.shape[2]
-        self.remember(key, value)
-        assert self.keys is not None and self.values is not None
-        end = self.length
-        mask = None
-        if rows > 1 and start > 0:
-            mask = torch.ones(rows, end, dtype=torch.bool, device=query.device).tril(start)
-        return F.scaled_dot_product_attention(
-            query,
-            self.keys[:, :, :end],
-            self.values[:, :, :end],
-            attn_mask=mask,
-            is_causal=rows > 1 and start == 0,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+def by_group(states: Tensor, key: Tensor) -> Tensor:
+    """[R, H, Dh] -> [R, Hkv, G, Dh]: the heads that share a key head side by side."""
+    return states.view(len(states), key.shape[1], -1, states.shape[-1])
 
-    def truncate(self, length: int) -> None:
-        """Forget every row from ``length`` on; they will be overwritten."""
-        assert 0 <= length <= self.length
-        self.length = length
+
+def dot(grouped: Tensor, other: Tensor) -> Tensor:
+    """[R, Hkv, G, Dh] times [R, Hkv, Dh] or [R, Hkv, G, Dh] -> [R, Hkv, G, 1], fp32 or wider."""
+    other = other[:, :, None] if other.dim() == 3 else other
+    wide = torch.promote_types(grouped.dtype, torch.float32)
+    return (grouped * other).sum(-1, keepdim=True, dtype=wide)
+
+
+def merge(block: Attended, scores: list[Tensor], values: tuple[Tensor, ...]) -> Attended:
+    """The block and one more key a later step -> what softmax over all of them gives."""
+    if not scores:
+        return block
+    lse = torch.stack([block.lse, *scores]).logsumexp(0)  # [R, H]
+    output = block.output * (block.lse - lse).exp()[..., None]
+    grouped = by_group(output, values[0])
+    for score, value in zip(scores, values, strict=True):
+        weight = (score - lse).exp().view(*grouped.shape[:3], 1)
+        grouped.addcmul_(weight, value[:, :, None].to(weight.dtype))
+    return Attended(output.to(block.output.dtype), lse)

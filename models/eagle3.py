@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import ConfigError, DraftSection, HeadInit
-from models.attention import Memory
 from models.layers import DraftAttention, GatedMLP, MidLayer
+from models.memory import Memory
 from models.rope import Rope
 from models.verifier import VerifierEnds, VerifierFacts
 from models.vocab import DraftVocab
@@ -71,8 +71,8 @@ class DraftConfig:
 
 @dataclass(frozen=True)
 class DraftOutput:
-    hidden: Tensor  # [B, T, D] what the next step is fed
-    normed: Tensor  # [B, T, D] what the head reads
+    hidden: Tensor  # [..., D] what the next step is fed
+    normed: Tensor  # [..., D] what the head reads
 
 
 class Eagle3Draft(nn.Module):
@@ -96,6 +96,7 @@ class Eagle3Draft(nn.Module):
             DraftAttention(width, config.num_heads, config.num_kv_heads, rope),
             GatedMLP(width, config.intermediate_size),
             [norm(), norm(), norm()],
+            config.norm_before_residual,
         )
         self.norm = norm()
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
@@ -125,7 +126,7 @@ class Eagle3Draft(nn.Module):
         self.lm_head.requires_grad_(head_init is not HeadInit.frozen)
 
     def fuse(self, aux: Tensor) -> Tensor:
-        """[B, T, A*D] verifier states -> [B, T, D], once before the first step."""
+        """[..., A*D] verifier states -> [..., D], once before the first step."""
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
         if self.config.fc_norm:
@@ -133,23 +134,25 @@ class Eagle3Draft(nn.Module):
             aux = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(aux)
 
+    def share_of(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> their share of query, key and value [..., (H + 2 Hkv) * Dh]."""
+        return self.midlayer.share_of(self.embed_tokens(tokens))
+
     def forward(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Memory
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, known: bool = False
     ) -> DraftOutput:
         """One step: row t pairs token x[t+1+k] with its state and guesses the token after it.
 
-        tokens, positions [B, T]; hidden [B, T, D]; ``memory`` says which keys a row sees.
+        share [..., (H + 2 Hkv) * Dh] of the tokens, hidden [..., D], positions [...]; ``memory``
+        says which keys a row sees. ``known``: it has the rows' own keys from ``remember``.
         """
-        embedded = self.embed_tokens(tokens)
-        flag = self.config.norm_before_residual
-        output = self.midlayer(embedded, hidden, positions, memory, normed=flag)
+        output = self.midlayer(share, hidden, positions, memory, known)
         normed = self.norm(output)
         return DraftOutput(normed if self.config.norm_output else output, normed)
 
-    def remember(self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
-        """Rows that nobody asks for a guess: they give ``memory`` their keys, and cost no more."""
-        both = self.midlayer.pair(self.embed_tokens(tokens), hidden)
-        self.midlayer.self_attn.remember(both, positions, memory)
+    def remember(self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
+        """Give ``memory`` the keys of rows, and compute nothing else."""
+        self.midlayer.remember(share, hidden, positions, memory)
 
     def logits(self, normed: Tensor) -> Tensor:
         """[..., D] -> [..., Vd]."""
@@ -157,3 +160,7 @@ class Eagle3Draft(nn.Module):
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids + self.d2t[draft_ids]
+
+    def to_draft_ids(self, target_ids: Tensor) -> Tensor:
+        """Its rank among the draft vocabulary; a valid id, but junk, for tokens outside it."""
+        return (self.t2d.long().cumsum(0) - 1)[target_ids].clamp_min(0)

@@ -3,40 +3,51 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from models.attention import Memory
-from models.rope import Rope, Rotary
+from models.memory import Memory
+from models.rope import Rope, Rotary, Rotation
 
 
 class DraftAttention(nn.Module):
-    """Grouped-query attention over [embedding ; state], 2D wide in and D wide out."""
+    """Grouped-query attention over [embedding ; state], 2D wide in and D wide out.
+
+    A matrix on the pair is a sum of two: the token's share does not change while the state is
+    unrolled, so ``share_of`` gives it apart and an unroll computes it once for all steps.
+    """
 
     def __init__(self, width: int, heads: int, kv_heads: int, rope: Rope):
         super().__init__()
+        self.width = width
         self.head_dim = rope.head_dim
-        self.q_proj = nn.Linear(2 * width, heads * rope.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * width, kv_heads * rope.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * width, kv_heads * rope.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * rope.head_dim, width, bias=False)
+        self.sizes = [heads * rope.head_dim, kv_heads * rope.head_dim, kv_heads * rope.head_dim]
+        self.q_proj = nn.Linear(2 * width, self.sizes[0], bias=False)
+        self.k_proj = nn.Linear(2 * width, self.sizes[1], bias=False)
+        self.v_proj = nn.Linear(2 * width, self.sizes[2], bias=False)
+        self.o_proj = nn.Linear(self.sizes[0], width, bias=False)
         self.rotary = Rotary(rope)
 
-    def split(self, projected: Tensor) -> Tensor:
-        """[B, T, H*Dh] -> [B, H, T, Dh]."""
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def share_of(self, embedded: Tensor) -> Tensor:
+        """[..., D] -> [..., (H + 2 Hkv) * Dh]: what tokens add to query, key and value."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        return torch.cat([F.linear(embedded, p.weight[:, : self.width]) for p in projections], -1)
 
-    def keys_of(self, states: Tensor, positions: Tensor) -> Tensor:
-        return self.rotary.rotate(self.split(self.k_proj(states)), positions)
+    def add_state(self, share: Tensor, states: Tensor, projection: nn.Linear) -> Tensor:
+        """The token's share and that of the state [..., D] -> [..., heads, Dh]."""
+        projected = share + F.linear(states, projection.weight[:, self.width :])
+        return projected.unflatten(-1, (-1, self.head_dim))
 
-    def remember(self, states: Tensor, positions: Tensor, memory: Memory) -> None:
-        """Give keys and values of ``states`` [B, T, 2D] to ``memory``, and compute nothing else."""
-        memory.remember(self.keys_of(states, positions), self.split(self.v_proj(states)))
+    def remember(self, share: Tensor, states: Tensor, rotation: Rotation, memory: Memory) -> None:
+        """Give keys and values of rows to ``memory``, and compute nothing else."""
+        _, of_key, of_value = share.split(self.sizes, dim=-1)
+        key = rotation.rotate(self.add_state(of_key, states, self.k_proj))
+        memory.remember(key, self.add_state(of_value, states, self.v_proj))
 
-    def forward(self, states: Tensor, positions: Tensor, memory: Memory) -> Tensor:
-        """states [B, T, 2D], positions [B, T] -> [B, T, D]."""
-        query = self.rotary.rotate(self.split(self.q_proj(states)), positions)
-        key, value = self.keys_of(states, positions), self.split(self.v_proj(states))
-        output = memory.attend(query, key, value)  # [B, H, T, Dh]
-        return self.o_proj(output.transpose(1, 2).flatten(2))
+    def forward(self, share: Tensor, states: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
+        """Rows that ``memory`` knows ask: share [..., (H + 2 Hkv) * Dh], states -> [..., D]."""
+        query = self.add_state(share[..., : self.sizes[0]], states, self.q_proj)
+        output = memory.attend(rotation.rotate(query))  # [..., H, Dh]
+        return self.o_proj(output.flatten(-2))
 
 
 class GatedMLP(nn.Module):
@@ -49,27 +60,64 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        gate, up = self.gate_proj(states), self.up_proj(states)
+        return _GatedDown.apply(gate, up, self.down_proj.weight)
+
+
+class _GatedDown(torch.autograd.Function):
+    """down(silu(gate) * up), keeping gate and up alone: autograd keeps two products more."""
+
+    @staticmethod
+    def forward(ctx, gate, up, weight):
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(F.silu(gate).mul_(up), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        gate, up, weight = ctx.saved_tensors
+        active = F.silu(gate)
+        inner = grad @ weight  # [..., inner], of the product
+        product = active * up
+        of_weight = grad.flatten(0, -2).T @ product.flatten(0, -2)
+        of_gate = torch.ops.aten.silu_backward(torch.mul(inner, up, out=product), gate)
+        return of_gate, inner.mul_(active), of_weight
 
 
 class MidLayer(nn.Module):
     """The draft's one decoder layer: it reads the token's embedding beside the state."""
 
-    def __init__(self, attention: DraftAttention, mlp: GatedMLP, norms: list[nn.RMSNorm]):
+    def __init__(
+        self, attention: DraftAttention, mlp: GatedMLP, norms: list[nn.RMSNorm], normed: bool
+    ):
+        """norms: of the embedding, of the state, before the MLP. ``normed``: the residual is the
+        normed state."""
         super().__init__()
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = norms
         self.self_attn = attention
         self.mlp = mlp
+        self.normed = normed
 
-    def pair(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """embedded, hidden [B, T, D] -> [B, T, 2D], the embedding first, each normed."""
-        return torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
+    def share_of(self, embedded: Tensor) -> Tensor:
+        """Embeddings [..., D] -> their share of query, key and value, for all steps."""
+        return self.self_attn.share_of(self.input_layernorm(embedded))
+
+    def remember(self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
+        """Rows that nobody asks for a guess: they give ``memory`` their keys, and cost no more."""
+        rotation = self.self_attn.rotary.at(positions, hidden.dtype)
+        self.self_attn.remember(share, self.hidden_norm(hidden), rotation, memory)
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, normed: bool
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, known: bool
     ) -> Tensor:
-        """embedded, hidden [B, T, D] -> [B, T, D]; ``normed``: the residual is the normed state."""
-        both = self.pair(embedded, hidden)
-        residual = both[..., hidden.shape[-1] :] if normed else hidden
-        residual = residual + self.self_attn(both, positions, memory)
+        """share [..., (H + 2 Hkv) * Dh], hidden [..., D] -> [..., D].
+
+        ``known``: ``memory`` has the keys of these rows already.
+        """
+        states = self.hidden_norm(hidden)
+        rotation = self.self_attn.rotary.at(positions, hidden.dtype)
+        if not known:
+            self.self_attn.remember(share, states, rotation, memory)
+        residual = states if self.normed else hidden
+        residual = residual + self.self_attn(share, states, rotation, memory)
         return residual + self.mlp(self.post_attention_layernorm(residual))

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -45,12 +46,47 @@ class Rotary:
         self.inverse_frequencies = table.inv_freq  # [Dh/2] fp32
         self.scaling = float(table.attention_scaling)
 
-    def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        """states [B, H, T, Dh] at positions [B, T] -> the same, rotated; angles in fp32."""
-        if self.inverse_frequencies.device != states.device:
-            self.inverse_frequencies = self.inverse_frequencies.to(states.device)
-        angles = positions[:, None, :, None].float() * self.inverse_frequencies
-        cos = (angles.cos() * self.scaling).to(states.dtype)
-        sin = (angles.sin() * self.scaling).to(states.dtype)
-        first, second = states.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    def at(self, positions: Tensor, dtype: torch.dtype) -> "Rotation":
+        """positions [...] -> the rotation of rows that sit there; angles in fp32."""
+        if self.inverse_frequencies.device != positions.device:
+            self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        angles = positions[..., None, None].float() * self.inverse_frequencies
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return Rotation(cos.to(dtype), sin.to(dtype))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosine and sine [..., 1, Dh/2] of one position a row."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def rotate(self, states: Tensor) -> Tensor:
+        """states [..., H, Dh] -> the same, rotated."""
+        return _Rotate.apply(states, self.cos, self.sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """Four writes in place of the nine that autograd makes; back is the inverse rotation."""
+
+    @staticmethod
+    def forward(ctx, states, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotated(states, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return rotated(grad, cos, -sin), None, None
+
+
+def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (first half, second half) of the last dimension by its angle."""
+    output = torch.empty_like(states, memory_format=torch.contiguous_format)
+    first, second = states.chunk(2, dim=-1)
+    out_first, out_second = output.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return output

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch import Tensor
+from torch import Tensor, nn
 from torch.serialization import safe_globals
 
 from conf.runtime import RankInfo
@@ -48,6 +48,23 @@ def deepspeed_config(cfg: RunConfig) -> dict[str, Any]:
     return {**given, **filled, "zero_optimization": zero}
 
 
+class Whole(nn.Module):
+    """The training-time test as DeepSpeed wraps it: what it returns are plain tensors.
+
+    Stage 3 brings weights back for the backward through hooks on a module's outputs, and looks for
+    tensors in tuples alone. The weights that the test takes without calling their module (slices
+    of projections, the head) hang on this one, so the test's own hooks are passed by.
+    """
+
+    def __init__(self, test: TrainingTimeTest):
+        super().__init__()
+        self.test = test
+
+    def forward(self, batch: TTTBatch, row_weights: Tensor | None, own: int = 0):
+        output = self.test.forward(batch, row_weights, own)
+        return output if own else tuple(vars(output).values())
+
+
 class Engine:
     """Forward, backward and step on windows of micro-batches, with exact normalisation."""
 
@@ -70,7 +87,7 @@ class Engine:
         )
         initialize: Any = deepspeed.initialize  # its annotations are narrower than what it takes
         self.engine, self.optimizer, _, _ = initialize(
-            model=module,
+            model=Whole(module),
             model_parameters=trainable,
             optimizer=optimizer,
             config=deepspeed_config(cfg),
@@ -94,11 +111,11 @@ class Engine:
         return next(self.module.draft.midlayer.parameters()).dtype
 
     def __call__(self, batch: TTTBatch, row_weights: Tensor) -> TTTOutput:
-        return self.engine(batch, row_weights)
+        return TTTOutput(*self.engine(batch, row_weights))
 
     @torch.no_grad()
     def propose(self, batch: TTTBatch, depth: int) -> Tensor:
-        """[depth, B, T] target ids the draft proposes when it feeds itself."""
+        """[depth, T] target ids the draft proposes when it feeds itself, -1 where no chain is."""
         return self.engine(batch, None, depth)
 
     def backward(self, loss: Tensor, last: bool) -> None:

@@ -1,15 +1,16 @@
 """Held-out acceptance during training: the greedy loop's own result, without decoding.
 
-On text the verifier wrote itself, the draft is unrolled on its own guesses at every row; walking
-the rounds row by row then gives the counters that the decoding loop would give on that text.
+On text the verifier wrote itself, the draft is unrolled on its own guesses at every row of an
+answer; walking the rounds row by row then gives the counters that the decoding loop would give.
 """
 
 import torch
 from torch import Tensor
 
 from conf.runtime import RankInfo
+from data.chains import Chains
 from data.distributed import sum_over_ranks
-from data.loader import collate, on_device
+from data.loader import collate, on_device, starts_of
 from data.reader import ShardReader
 from eval.acceptance import AcceptanceReport, Counters, count_hits, report_acceptance, walk
 from train.engine import Engine
@@ -31,8 +32,9 @@ def measure(engine: Engine, reader: ShardReader, n_draft: int, ranks: RankInfo) 
     for lap in range(laps):  # every rank runs every lap: ZeRO-3 gathers weights in the forward
         slot = lap * ranks.world_size + ranks.rank
         cached = reader.read(chosen[min(slot, len(chosen) - 1)])
-        batch = on_device(collate([cached]), engine.device, engine.dtype)
-        proposed = engine.propose(batch, n_draft)[:, 0].T  # [T, N]
+        chains = Chains.of_answers(cached.sample.loss_mask, starts_of([cached]))
+        batch = on_device(collate([cached], chains), engine.device, engine.dtype)
+        proposed = engine.propose(batch, n_draft).T  # [T, N]
         if slot < len(chosen):
             sample = cached.sample
             counters = walk_answers(proposed.cpu(), sample.input_ids, sample.loss_mask)

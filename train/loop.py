@@ -27,6 +27,7 @@ from eval.acceptance import AcceptanceReport
 from models.bundled import resolve
 from models.draft_file import CONFIG, save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.kernels import choose_kernel
 from models.verifier import (
     VerifierEnds,
     load_ends,
@@ -41,7 +42,7 @@ from train.held_out import measure
 from train.loss import Distillation
 from train.metrics import Interval, MetricsLog, flat
 from train.stop import StopRequest
-from train.ttt import TrainingTimeTest, supervised_rows
+from train.ttt import TrainingTimeTest
 
 MIN_TEACHER_AGREEMENT = 0.9  # bf16 rounding flips near-ties, other weights flip nearly all
 
@@ -75,7 +76,7 @@ def fit(
     reader = ShardReader(cached, weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg))))
     module = build(cfg, prepared, reader, device)
     engine = Engine(cfg, module, ranks)
-    loader = TrainLoader(reader, cfg.optim, cfg.run.seed, ranks)
+    loader = TrainLoader(reader, cfg.optim, cfg.ttt, cfg.run.seed, ranks)
     total = loader.total_steps
     schedule = Schedule(cfg.optim, total)
 
@@ -101,7 +102,7 @@ def fit(
             for i, (batch, weight) in enumerate(zip(batches, shares.weights, strict=True)):
                 output = engine(batch, weight)
                 engine.backward(output.loss, last=i == len(batches) - 1)
-                interval.add(output, batch.lengths)
+                interval.add(output, len(batch.input_ids))
             norm = engine.step(schedule.lr(step), shares.total)
             step += 1
             stops = bool(shares.stops)
@@ -155,9 +156,10 @@ def build(
     head = ends.head[vocab.target_ids].to(device=device, dtype=dtype)
     share = vocab.coverage(prepared.token_counts)
     say(f"draft vocabulary: {config.draft_vocab_size:,} tokens, {share:.1%} of the training labels")
-    return TrainingTimeTest(draft, Distillation(cfg.loss.kind, head, ends.config), cfg.ttt).to(
-        device
-    )
+    kernel = choose_kernel(cfg.engine.attention, device, dtype, config.head_dim)
+    teacher = Distillation(cfg.loss.kind, head, ends.config)
+    module = TrainingTimeTest(draft, teacher, cfg.ttt, kernel, cfg.engine.recompute)
+    return module.to(device)
 
 
 def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:
@@ -200,8 +202,7 @@ def row_weights(cfg: RunConfig, batches: list[TTTBatch], asked: bool = False) ->
     token: 1/N, N the rows at depth 0 over all ranks and the whole window. sequence: 1/(S*N_i),
     S the samples with supervision, N_i the rows of sample i.
     """
-    rule = cfg.ttt.supervise
-    counts = [supervised_rows(b.loss_mask, 1, rule)[0].sum(1).float() for b in batches]
+    counts = [b.chains.roots(b.samples).float() for b in batches]
     by_token = cfg.loss.normalise is Normalise.token
     mine = torch.cat(counts).sum() if by_token else (torch.cat(counts) > 0).sum().float()
     total, stops = sum_over_ranks(torch.stack([mine, torch.full_like(mine, float(asked))]))

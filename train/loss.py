@@ -1,32 +1,53 @@
-"""The distillation loss: how far the draft's guess is from the verifier's distribution."""
+"""The distillation loss: how far the draft's guesses are from the verifier's distributions.
 
-from dataclasses import dataclass
+One fused function over all steps: guesses are taken in chunks, sorted by the position they predict;
+a chunk's teacher is computed once a target, its draft logits live inside the chunk, and their
+gradient is made in the same pass. Nothing of size guesses x vocabulary is kept.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 from conf.schema import LossKind
+from data.chains import Chains
 from data.records import TTTBatch
 from models.eagle3 import Eagle3Draft
 from models.verifier import scaled_logits
 
+NONE = torch.empty(0)  # a field that the kind of loss at hand does not read
+CHUNK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 27}  # of a chunk: 16 MB stay near a CPU's cores
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What became of the P supervised guesses, in the order of Chains.targets_of."""
+
+    loss: Tensor  # [] weighted sum
+    losses: Tensor  # [P] fp32, unweighted, no gradient
+    hits: Tensor  # [P] bool: the draft's argmax is the verifier's over the full vocabulary
+
 
 @dataclass(frozen=True)
 class Teacher:
-    """The verifier's word on R positions, restricted to the draft vocabulary."""
+    """The verifier's word on M targets, restricted to the draft vocabulary."""
 
-    log_probs: Tensor  # [R, Vd] fp32, renormalised over the draft vocabulary
-    mass: Tensor  # [R, Vd] fp32, probabilities over the full vocabulary: rows sum to 1 or less
-    argmax: Tensor  # [R] int64, the verifier's own token, any id of the full vocabulary
+    ids: Tensor  # [M] the verifier's argmax, any id of the full vocabulary
+    probs: Tensor = NONE  # [M, Vd] kl: renormalised over the draft vocabulary; tv, lk: not
+    negentropy: Tensor = NONE  # [M] kl: sum of probs * log probs
+    draft_ids: Tensor = NONE  # [M] ce: the argmax as a draft id, where it has one
+    inside: Tensor = NONE  # [M] bool, ce: it has
 
-
-@dataclass(frozen=True)
-class StepLoss:
-    losses: Tensor  # [R] fp32, one a supervised row
-    hits: Tensor  # [R] bool
-    samples: Tensor  # [R] int64, which sample of the batch a row belongs to
+    def repeated(self, rows: Tensor) -> "Teacher":
+        """One row a guess in place of one a target: rows [P] -> P of them."""
+        known = {item.name: getattr(self, item.name) for item in fields(self)}
+        return Teacher(**{k: v if v is NONE else v[rows] for k, v in known.items()})
 
 
 class Distillation:
@@ -38,64 +59,149 @@ class Distillation:
         self.config = config
 
     def __call__(
-        self, draft: Eagle3Draft, batch: TTTBatch, steps: list[Tensor], rows: Tensor
-    ) -> list[StepLoss]:
-        """steps K x [B, R, D], rows [K, B, R] of the sample's last R rows -> one StepLoss a step.
+        self, draft: Eagle3Draft, batch: TTTBatch, steps: list[Tensor], weights: Tensor
+    ) -> Guesses:
+        """steps K x [R, D], what the head reads; weights [P] of the guesses' losses."""
+        known = Fused(self, draft, batch, weights, torch.is_grad_enabled())
+        return Guesses(*_ChunkedLoss.apply(known, draft.lm_head.weight, *steps))
 
-        The target of row t at step k is position t+1+k. Every position that a later step predicts
-        is one that step 0 predicts too, so the teacher is computed once, for step 0's targets.
-        """
-        first = batch.input_ids.shape[1] - rows.shape[-1]
-        samples, places = rows[0].nonzero(as_tuple=True)
-        teacher = self.teacher(batch, samples, first + places + 1)
-        index = torch.zeros_like(batch.input_ids)
-        index[samples, first + places + 1] = torch.arange(len(samples), device=index.device)
-        parts = []
-        for k, normed in enumerate(steps):
-            samples, places = rows[k].nonzero(as_tuple=True)
-            logits = draft.logits(normed[samples, places]).to(teacher.log_probs.dtype)  # [R, Vd]
-            chosen = index[samples, first + places + 1 + k]
-            guess = draft.to_target_ids(logits.argmax(-1))
-            hits = guess == teacher.argmax[chosen]
-            losses = row_losses(self.kind, logits, teacher, chosen, draft.t2d)
-            parts.append(StepLoss(losses, hits, samples))
-        return parts
-
-    @torch.no_grad()
-    def teacher(self, batch: TTTBatch, samples: Tensor, places: Tensor) -> Teacher:
-        last = batch.last[samples, places].to(self.head.dtype)  # [R, D]
-        logits = scaled_logits(F.linear(last, self.head), self.config)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        lse = batch.lse[samples, places].to(logits.dtype)
-        return Teacher(
-            log_probs=logits.log_softmax(-1),
-            mass=(logits - lse[:, None]).exp(),
-            argmax=batch.argmax[samples, places],
-        )
+    def teacher(self, batch: TTTBatch, targets: Tensor, draft: Eagle3Draft) -> Teacher:
+        ids = batch.argmax[targets]
+        if self.kind is LossKind.ce:
+            return Teacher(ids, draft_ids=draft.to_draft_ids(ids), inside=draft.t2d[ids])
+        last = batch.last[targets].to(self.head.dtype)  # [M, D]
+        logits = widened(scaled_logits(F.linear(last, self.head), self.config))
+        if self.kind is LossKind.kl:
+            probs = logits.softmax(-1)
+            lse = logits.amax(-1) - probs.amax(-1).log()
+            return Teacher(ids, probs, torch.linalg.vecdot(probs, logits) - lse)
+        return Teacher(ids, logits.sub_(batch.lse[targets].to(logits.dtype)[:, None]).exp_())
 
 
-def row_losses(
-    kind: LossKind, logits: Tensor, teacher: Teacher, chosen: Tensor, member: Tensor
-) -> Tensor:
-    """logits [R, Vd] of the draft against teacher rows ``chosen`` [R] -> [R] losses.
+@dataclass(frozen=True)
+class Fused:
+    """What the fused function reads beside the states: nothing here gets a gradient."""
+
+    distillation: Distillation
+    draft: Eagle3Draft
+    batch: TTTBatch
+    weights: Tensor
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    targets: slice
+    guesses: slice
+    even: bool  # every target has equally many guesses
+
+
+def chunks_of(chains: Chains, most: int) -> Iterator[Chunk]:
+    """Whole targets, as many as have ``most`` guesses together, one at least."""
+    first = 0
+    while first + 1 < len(chains.ends):
+        end = max(first + 1, bisect_right(chains.ends, chains.ends[first] + most) - 1)
+        most_of_one = chains.ends[first + 1] - chains.ends[first]  # they fall along the targets
+        even = chains.ends[end] - chains.ends[end - 1] == most_of_one
+        yield Chunk(slice(first, end), slice(chains.ends[first], chains.ends[end]), even)
+        first = end
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Gradients of the states overwrite the gathered states, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, known, head, *steps):
+        chains, draft = known.batch.chains, known.draft
+        states = steps[0].new_empty(len(chains.targets_of), head.shape[1])  # [P, D]
+        for step, normed in zip(chains.steps, steps, strict=True):
+            emitted = normed if step.emits is None else normed[step.emits]
+            states.index_copy_(0, step.slots, emitted)
+        wide = torch.promote_types(head.dtype, torch.float32)
+        losses = states.new_empty(len(states), dtype=wide)
+        hits = torch.empty_like(losses, dtype=torch.bool)
+        trains_head = known.trained and ctx.needs_input_grad[1]
+        of_head = torch.zeros_like(head, dtype=wide) if trains_head else None
+        most = CHUNK_LOGITS[states.device.type] // len(head)
+        for chunk in chunks_of(chains, most):
+            rows, weights = states[chunk.guesses], known.weights[chunk.guesses, None].to(head.dtype)
+            teacher = known.distillation.teacher(known.batch, chains.targets[chunk.targets], draft)
+            if not chunk.even:
+                teacher = teacher.repeated(chains.targets_of[chunk.guesses] - chunk.targets.start)
+            logits = widened(rows @ head.T).view(len(teacher.ids), -1, len(head))
+            best = logits.argmax(-1)
+            hits[chunk.guesses] = (draft.to_target_ids(best) == teacher.ids[:, None]).flatten()
+            graded = grade(known.distillation.kind, logits, best, teacher)
+            losses[chunk.guesses] = graded.losses.flatten()
+            if not known.trained:
+                continue
+            of_logits = graded.of_logits.view(-1, len(head)).to(head.dtype)
+            if of_head is not None:
+                add_product(of_head, of_logits, rows * weights)
+            torch.mm(of_logits, head, out=rows).mul_(weights)
+        ctx.known, ctx.states = known, states
+        ctx.of_head = None if of_head is None else of_head.to(head.dtype)
+        ctx.mark_non_differentiable(losses, hits)
+        return (losses * known.weights).sum(), losses, hits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        of_steps = []
+        for step in ctx.known.batch.chains.steps:
+            of_step = ctx.states[step.slots].mul_(grad)
+            if step.emits is not None:
+                whole = of_step.new_zeros(len(step.rows), of_step.shape[1])
+                of_step = whole.index_copy_(0, step.emits, of_step)
+            of_steps.append(of_step)
+        of_head = None if ctx.of_head is None else ctx.of_head.mul_(grad)
+        return None, of_head, *of_steps
+
+
+@dataclass(frozen=True)
+class Graded:
+    losses: Tensor  # [M, m]
+    of_logits: Tensor  # [M, m, Vd] gradient of each loss by its logits
+
+
+def grade(kind: LossKind, logits: Tensor, best: Tensor, teacher: Teacher) -> Graded:
+    """m guesses a target: logits [M, m, Vd] with argmax ``best`` [M, m] against M teacher rows.
 
     kl: KL(target || draft) over the draft vocabulary. ce: the verifier's argmax; no loss where it
-    is outside the vocabulary (``member`` [V] bool). tv: 1 - sum min(target, draft); lk: -log of
-    that sum; both with the target's mass over the full vocabulary.
+    is outside the vocabulary. tv: 1 - sum min(target, draft); lk: -log of that sum; both with the
+    target's mass over the full vocabulary.
     """
-    log_draft = logits.log_softmax(-1)
-    match kind:
-        case LossKind.kl:
-            log_target = teacher.log_probs[chosen]
-            return (log_target.exp() * (log_target - log_draft)).sum(-1)
-        case LossKind.ce:
-            target = teacher.argmax[chosen]
-            draft_id = member.long().cumsum(0)[target] - 1  # rank among the members
-            inside = member[target]
-            picked = log_draft.gather(-1, draft_id.clamp_min(0)[:, None]).squeeze(-1)
-            return torch.where(inside, -picked, torch.zeros_like(picked))
-        case LossKind.tv:
-            return 1 - torch.minimum(teacher.mass[chosen], log_draft.exp()).sum(-1)
-        case LossKind.lk:
-            overlap = torch.minimum(teacher.mass[chosen], log_draft.exp()).sum(-1)
-            return -overlap.clamp_min(torch.finfo(overlap.dtype).tiny).log()
+    probs = logits.softmax(-1)
+    best = best[..., None]
+    lse = (logits.gather(-1, best) - probs.gather(-1, best).log()).squeeze(-1)
+    if kind is LossKind.kl:
+        wanted = teacher.probs[:, None]
+        losses = teacher.negentropy[:, None] - torch.linalg.vecdot(wanted, logits) + lse
+        return Graded(losses, probs.sub_(wanted))
+    if kind is LossKind.ce:
+        label = teacher.draft_ids[:, None, None].expand_as(best)
+        inside = teacher.inside[:, None]
+        losses = (lse - logits.gather(-1, label).squeeze(-1)) * inside
+        probs.scatter_add_(-1, label, torch.full_like(lse[..., None], -1.0))
+        return Graded(losses, probs.mul_(inside[..., None]))
+    wanted = teacher.probs[:, None]
+    overlap = torch.minimum(wanted, probs).sum(-1)
+    short = (probs < wanted).to(probs.dtype)  # tokens whose overlap the draft can still raise
+    of_logits = probs.mul_(torch.linalg.vecdot(probs, short)[..., None] - short)
+    if kind is LossKind.tv:
+        return Graded(1 - overlap, of_logits)
+    overlap = overlap.clamp_min(torch.finfo(overlap.dtype).tiny)
+    return Graded(-overlap.log(), of_logits.div_(overlap[..., None]))
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Softmax and its gradient are computed in fp32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def add_product(total: Tensor, of_logits: Tensor, rows: Tensor) -> None:
+    """total [Vd, D] += of_logits^T [Vd, P] @ rows [P, D]; in one product where dtypes agree."""
+    if total.dtype == rows.dtype:
+        total.addmm_(of_logits.T, rows)
+    else:
+        total.add_(of_logits.T @ rows)

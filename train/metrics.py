@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from conf.runtime import RankInfo, plain, say, write_atomically
@@ -28,9 +27,9 @@ class Interval:
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.started = time.perf_counter()
 
-    def add(self, output: TTTOutput, lengths: Tensor) -> None:
+    def add(self, output: TTTOutput, tokens: int) -> None:
         self.totals += torch.stack([output.sums, output.counts, output.hits])
-        self.tokens += lengths.sum()
+        self.tokens += tokens
 
     def restart(self) -> None:
         self.started = time.perf_counter()

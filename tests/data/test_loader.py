@@ -1,16 +1,22 @@
-"""The loader: the same samples a step for any number of ranks, exactly resumed, never padding."""
+"""The loader: the same samples a step for any number of ranks, exactly resumed, packed in full."""
 
 import threading
-from itertools import islice
+from dataclasses import fields, is_dataclass
+from itertools import islice, pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from conf.runtime import RankInfo
-from conf.schema import ConfigError, OptimSection
-from data.loader import StepWindow, TrainLoader, collate, on_device
+from conf.schema import ConfigError, OptimSection, Supervise, TTTSection
+from data.chains import Chains
+from data.loader import StepWindow, TrainLoader, collate, on_device, starts_of
 from data.reader import ShardReader
 from data.records import TokenizedSample, TTTBatch
+
+BUDGET = 80  # tokens; the longest sample has 64
+TTT = TTTSection(depth=3, supervise=Supervise.any)
 
 
 @pytest.fixture
@@ -19,18 +25,42 @@ def reader(write_cache, some_samples: list[TokenizedSample], tmp_path) -> ShardR
 
 
 def loader_of(reader: ShardReader, rank: int = 0, world: int = 1, **optim) -> TrainLoader:
-    settings = OptimSection(**{"batch_size": 6, "micro_batch_size": 2, "epochs": 3.0} | optim)
-    return TrainLoader(reader, settings, seed=7, ranks=RankInfo(rank, world, rank))
+    settings = OptimSection(
+        **{"batch_size": 6, "micro_batch_tokens": BUDGET, "epochs": 3.0} | optim
+    )
+    return TrainLoader(reader, settings, TTT, seed=7, ranks=RankInfo(rank, world, rank))
+
+
+def spans_of(batch: TTTBatch) -> list[tuple[int, int]]:
+    """[begin, end) of the samples of a pack, by its positions."""
+    begins = (batch.positions == 0).nonzero().flatten().tolist()
+    return list(pairwise([*begins, len(batch.positions)]))
+
+
+def is_idle(batch: TTTBatch) -> bool:
+    return len(batch.input_ids) == 1  # no sample of the fixture is that short
 
 
 def samples_in(window: StepWindow) -> list[int]:
     """The random states of the fixture begin with the sample's index."""
     return [
-        int(batch.aux[row, 0, 0])
+        int(batch.aux[begin, 0])
         for batch in window.batches
-        for row in range(len(batch.lengths))
-        if batch.lengths[row] > 0
+        for begin, _ in spans_of(batch)
+        if not is_idle(batch)
     ]
+
+
+def same(ours, theirs) -> bool:
+    """Are two values, dataclasses and lists of tensors included, equal to the last bit?"""
+    if isinstance(ours, Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if is_dataclass(ours):
+        names = [part.name for part in fields(ours) if part.compare]
+        return all(same(getattr(ours, name), getattr(theirs, name)) for name in names)
+    return ours == theirs
 
 
 def test_each_epoch_has_every_training_sample_once(reader: ShardReader):
@@ -57,6 +87,36 @@ def test_a_step_sees_the_same_samples_on_any_number_of_ranks(reader: ShardReader
         assert sorted(together) == sorted(samples_in(window))
         assert len({len(windows[step].batches) for windows in ranks}) == 1
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        tokens = [int(reader.lengths[part].sum()) for part in parts]
+        assert max(tokens) - min(tokens) <= int(reader.lengths[together].max())
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("budget", [1, 30, 80, 1000])
+def test_no_pack_is_over_the_budget(reader: ShardReader, world: int, budget: int):
+    for rank in range(world):
+        loader = loader_of(reader, rank, world, micro_batch_tokens=budget)
+        for batch in (batch for window in loader.windows() for batch in window.batches):
+            assert len(batch.input_ids) <= budget or batch.samples == 1  # a longer sample is alone
+
+
+def test_a_larger_budget_makes_fewer_batches(reader: ShardReader):
+    def batches(budget: int) -> list[int]:
+        windows = loader_of(reader, batch_size=16, micro_batch_tokens=budget).windows()
+        return [len(window.batches) for window in windows]
+
+    tokens = int(reader.lengths[reader.train_indices].sum())
+    assert batches(tokens) == [1] * 3
+    assert batches(64) > batches(128) > batches(256) > [1] * 3
+    assert batches(1) == [16] * 3
+
+
+def test_the_same_step_twice_is_the_same_window(reader: ShardReader):
+    one, other = loader_of(reader), loader_of(reader)
+    for step in (0, 4, 8):
+        assert same(one.window(step), other.window(step))
+        assert same(one.window(step), one.window(step))
+    assert not same(one.window(0), one.window(1))
 
 
 def test_resume_at_any_step_gives_the_same_windows(reader: ShardReader):
@@ -65,32 +125,43 @@ def test_resume_at_any_step_gives_the_same_windows(reader: ShardReader):
         rest = list(loader_of(reader).windows(start))
         assert len(rest) == 9 - start
         for before, after in zip(whole[start:], rest, strict=True):
-            for one, other in zip(before.batches, after.batches, strict=True):
-                assert torch.equal(one.input_ids, other.input_ids)
-                assert torch.equal(one.aux, other.aux)
+            assert same(before, after)
     assert list(loader_of(reader).windows(9)) == []
 
 
 def test_seeds_give_other_orders(reader: ShardReader):
-    other = TrainLoader(reader, loader_of(reader).optim, seed=8, ranks=RankInfo(0, 1, 0))
+    other = TrainLoader(reader, loader_of(reader).optim, TTT, seed=8, ranks=RankInfo(0, 1, 0))
     assert other.samples_of(0) != loader_of(reader).samples_of(0)
 
 
 def test_fewer_samples_than_one_batch(reader: ShardReader):
-    loader = loader_of(reader, batch_size=100, micro_batch_size=4)
+    loader = loader_of(reader, batch_size=100)
     window = next(loader.windows())
     assert loader.steps_per_epoch == 1
     assert sorted(samples_in(window)) == reader.train_indices
-    assert len(window.batches) == 4
+    tokens = int(reader.lengths[reader.train_indices].sum())
+    assert tokens / BUDGET <= len(window.batches) <= 1.3 * tokens / BUDGET
 
 
-def test_a_rank_without_samples_gets_idle_batches(reader: ShardReader):
+def test_a_rank_without_samples_gets_idle_packs(reader: ShardReader):
     windows = list(loader_of(reader, rank=4, world=5, batch_size=3).windows())
     for window in windows:
         (batch,) = window.batches
-        assert batch.lengths.tolist() == [0] and not batch.loss_mask.any()
-        assert batch.aux.shape == (1, 1, 24) and batch.last.shape == (1, 1, 8)
-        assert batch.aux.dtype == torch.bfloat16
+        assert is_idle(batch) and batch.samples == 1 and batch.positions.tolist() == [0]
+        assert batch.aux.shape == (1, 24) and batch.last.shape == (1, 8)
+        assert batch.aux.dtype == batch.last.dtype == torch.bfloat16
+        assert not (batch.aux.any() or batch.last.any() or batch.lse.any())
+        assert batch.chains.counts == [0] * TTT.depth and len(batch.chains.steps) == 1
+
+
+def test_a_rank_with_fewer_packs_is_filled_up(reader: ShardReader):
+    """Packs of one sample each: a rank with fewer idles while the others work."""
+    ranks = [list(loader_of(reader, r, 5, micro_batch_tokens=1).windows()) for r in range(5)]
+    for windows in zip(*ranks, strict=True):
+        idle = [sum(map(is_idle, window.batches)) for window in windows]
+        work = [len(samples_in(window)) for window in windows]
+        assert [len(window.batches) for window in windows] == [max(work)] * 5
+        assert idle == [max(work) - one for one in work] and any(idle)
 
 
 def test_total_steps(reader: ShardReader):
@@ -100,33 +171,36 @@ def test_total_steps(reader: ShardReader):
     assert len(list(loader_of(reader, max_steps=4).windows())) == 4
 
 
-def test_batches_hold_the_cache_and_padding_is_never_supervised(reader: ShardReader):
-    for window in loader_of(reader).windows():
+@pytest.mark.parametrize("rule", list(Supervise))
+def test_packs_hold_the_cache_and_nothing_else(reader: ShardReader, rule: Supervise):
+    loader = loader_of(reader)
+    loader.ttt = TTTSection(depth=3, supervise=rule)
+    several = 0
+    for window in loader.windows():
         for batch in window.batches:
-            check_batch(batch, reader)
+            check_batch(batch, reader, rule)
+            several += batch.samples > 1
+    assert several > 3
 
 
-def check_batch(batch: TTTBatch, reader: ShardReader) -> None:
-    assert batch.input_ids.shape == batch.loss_mask.shape == batch.argmax.shape == batch.lse.shape
-    assert int(batch.lengths.max()) == batch.input_ids.shape[1]
-    for row, length in enumerate(batch.lengths.tolist()):
-        cached = reader.read(int(batch.aux[row, 0, 0]))
-        assert torch.equal(batch.input_ids[row, :length], cached.sample.input_ids)
-        assert torch.equal(batch.loss_mask[row, :length], cached.sample.loss_mask)
-        assert torch.equal(batch.aux[row, :length], cached.aux)
-        assert torch.equal(batch.last[row, :length], cached.last)
-        assert torch.equal(batch.argmax[row, :length], cached.argmax)
-        assert torch.equal(batch.lse[row, :length], cached.lse)
-        assert not batch.loss_mask[row, length:].any()
-        for states in (batch.input_ids, batch.aux, batch.last):
-            assert not states[row, length:].any()
-
-
-def test_samples_of_like_length_share_a_batch(reader: ShardReader):
-    """Padding of a window stays under that of the worst pairing by far: sorted neighbours."""
-    for window in loader_of(reader).windows():
-        lengths = [length for batch in window.batches for length in batch.lengths.tolist()]
-        assert lengths == sorted(lengths, reverse=True)
+def check_batch(batch: TTTBatch, reader: ShardReader, rule: Supervise) -> None:
+    rows, spans, masks = len(batch.input_ids), spans_of(batch), []
+    assert len(spans) == batch.samples
+    for states in (batch.positions, batch.aux, batch.last, batch.argmax, batch.lse):
+        assert len(states) == rows
+    for begin, end in spans:
+        part = slice(begin, end)
+        cached = reader.read(int(batch.aux[begin, 0]))
+        assert torch.equal(batch.input_ids[part], cached.sample.input_ids)
+        assert torch.equal(batch.positions[part], torch.arange(end - begin))
+        assert torch.equal(batch.aux[part], cached.aux)
+        assert torch.equal(batch.last[part], cached.last)
+        assert torch.equal(batch.argmax[part], cached.argmax)
+        assert torch.equal(batch.lse[part], cached.lse)
+        masks.append(cached.sample.loss_mask)
+    starts = torch.tensor([0, *(end for _, end in spans)])
+    assert same(batch.chains, Chains.of(torch.cat(masks), starts, TTT.depth, rule))
+    assert (batch.chains.roots(batch.samples) > 0).all()
 
 
 def test_an_error_while_reading_reaches_the_trainer(reader: ShardReader, monkeypatch):
@@ -169,8 +243,18 @@ def test_nothing_to_train_on_is_named(write_cache, some_samples, tmp_path):
         loader_of(reader)
 
 
-def test_on_device_converts_states_only(reader: ShardReader):
-    batch = on_device(collate([reader.read(0)]), torch.device("cpu"), torch.float32)
+def test_on_device_moves_all_and_converts_states_only(reader: ShardReader):
+    cached = [reader.read(0), reader.read(2)]
+    starts = starts_of(cached)
+    assert starts.tolist() == [0, 5, 5 + 33]
+    mask = torch.cat([one.sample.loss_mask for one in cached])
+    packed = collate(cached, Chains.of(mask, starts, 3, Supervise.span))
+    batch = on_device(packed, torch.device("cpu"), torch.float32)
     assert batch.aux.dtype == batch.last.dtype == batch.lse.dtype == torch.float32
-    assert batch.input_ids.dtype == batch.argmax.dtype == batch.lengths.dtype == torch.int64
-    assert batch.loss_mask.dtype == torch.bool
+    assert batch.input_ids.dtype == batch.argmax.dtype == batch.positions.dtype == torch.int64
+    assert same(batch.chains, packed.chains)
+    away = on_device(packed, torch.device("meta"), torch.float32)
+    for part in fields(away):
+        value = getattr(away, part.name)
+        assert not isinstance(value, Tensor) or value.device.type == "meta", part.name
+    assert away.chains.targets.device.type == away.chains.steps[1].rows.device.type == "meta"

@@ -36,11 +36,13 @@ class ScriptedDraft(Eagle3Draft):
         self.depth = -1  # the forward that follows starts a round, or is prefill
         return super().fuse(aux)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, memory) -> DraftOutput:
+    def forward(
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memory, known: bool = False
+    ) -> DraftOutput:
         self.row = int(positions[0, -1])
         assert self.row < self.config.max_positions, "a draft position beyond its limit"
         self.depth += 1
-        return super().forward(tokens, hidden, positions, memory)
+        return super().forward(share, hidden, positions, memory, known)
 
     def logits(self, normed: Tensor) -> Tensor:
         if self.depth == 0:

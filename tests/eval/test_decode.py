@@ -191,7 +191,7 @@ def test_guesses_are_chained_on_the_drafts_own_output(verifier: Verifier, make_d
     for k in range(3):
         memory = DraftDecoder(draft, 32, verifier.device).cache
         positions = torch.arange(rows + k)[None]
-        output = draft(tokens, hidden, positions, memory)
+        output = draft(draft.share_of(tokens), hidden, positions, memory)
         logits = draft.logits(output.normed[:, -1])
         torch.testing.assert_close(proposal.logits[:, k], logits, atol=1e-5, rtol=1e-5)
         guess = draft.to_target_ids(logits.argmax(-1))

@@ -18,18 +18,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.schema import DraftSection, HeadInit, LossKind, Precision, TTTSection, VerifierSection
-from data.records import TTTBatch
+from data.chains import Chains
+from data.loader import collate, starts_of
+from data.records import CachedSample, TokenizedSample
 from eval.acceptance import Counters, total
 from eval.decode import DecodeSettings, decode_plain, decode_speculative
-from models.attention import DraftCache
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts
 from models.export.vllm import export
 from models.export.vllm_check import check
+from models.kernels import CPU_FLASH
+from models.memory import DraftCache
 from models.verifier import Verifier, VerifierEnds
 from models.vocab import DraftVocab
 from train.loss import Distillation
-from train.ttt import TrainingTimeTest, supervised_rows
+from train.ttt import TrainingTimeTest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # about a minute on two idle cores
 
@@ -143,7 +146,7 @@ def settings(n_draft: int) -> DecodeSettings:
 def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection) -> Eagle3Draft:
     """A head that knows the verifier's own answers to ``prompts`` by heart, more or less."""
     answers = [decode_plain(verifier, ids, settings(0)).tokens for ids in prompts]
-    batch = learning_batch(verifier, prompts, answers)
+    samples = [cached(verifier, *pair) for pair in zip(prompts, answers, strict=True)]
     counts = torch.bincount(torch.tensor([*chain(*answers)]), minlength=verifier.facts.vocab_size)
     vocab = DraftVocab.from_counts(counts, section.vocab_size)
     torch.manual_seed(0)
@@ -152,11 +155,12 @@ def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection)
     ends = VerifierEnds(verifier.backbone.embed_tokens.weight, verifier.head.weight, config)
     draft.initialise(ends, vocab, HeadInit.verifier)
     rows = ends.head[vocab.target_ids]
-    module = TrainingTimeTest(
-        draft, Distillation(LossKind.kl, rows, config), TTTSection(depth=N_DRAFT)
-    )
-    count = supervised_rows(batch.loss_mask, 1, module.ttt.supervise).sum()
-    weights = torch.full((len(prompts),), 1 / float(count))
+    ttt = TTTSection(depth=N_DRAFT)
+    module = TrainingTimeTest(draft, Distillation(LossKind.kl, rows, config), ttt, CPU_FLASH)
+    mask = torch.cat([one.sample.loss_mask for one in samples])
+    chains = Chains.of(mask, starts_of(samples), ttt.depth, ttt.supervise)
+    batch = collate(samples, chains)
+    weights = torch.full((len(prompts),), 1 / chains.counts[0])
     trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(STEPS):
@@ -167,25 +171,18 @@ def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection)
     return draft.eval().requires_grad_(False)
 
 
-def learning_batch(
-    verifier: Verifier, prompts: list[list[int]], answers: list[list[int]]
-) -> TTTBatch:
-    lengths = [len(p) + len(a) for p, a in zip(prompts, answers, strict=True)]
-    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids[row, : lengths[row]] = torch.tensor(prompt + answer)
-        mask[row, len(prompt) : lengths[row]] = True
-    states = verifier.states(ids)
-    logits = verifier.logits_from(states.last)
-    return TTTBatch(
-        input_ids=ids,
-        loss_mask=mask,
-        lengths=torch.tensor(lengths),
-        aux=states.aux,
-        last=states.last,
-        argmax=logits.argmax(-1),
-        lse=logits.logsumexp(-1),
+def cached(verifier: Verifier, prompt: list[int], answer: list[int]) -> CachedSample:
+    """What the cache would hold of one prompt and its answer."""
+    ids = torch.tensor(prompt + answer)
+    states = verifier.states(ids[None])
+    logits = verifier.logits_from(states.last[0])
+    mask = torch.arange(len(ids)) >= len(prompt)
+    return CachedSample(
+        TokenizedSample("", ids, mask, greedy=True, held_out=False),
+        states.aux[0],
+        states.last[0],
+        logits.argmax(-1),
+        logits.logsumexp(-1),
     )
 
 
@@ -222,7 +219,7 @@ def first_guess(served: Served) -> dict[str, Tensor]:
     hook = draft.fc.register_forward_pre_hook(lambda _module, args: inputs.append(args[0][0]))
     fused = draft.fuse(states.aux)
     hook.remove()
-    normed = draft(shifted, fused, positions, DraftCache(len(ids))).normed
+    normed = draft(draft.share_of(shifted), fused, positions, DraftCache(len(ids))).normed
     spread = torch.full((draft.config.vocab_size,), float("-inf"))
     own_ids = torch.arange(draft.config.draft_vocab_size)
     spread[draft.to_target_ids(own_ids)] = draft.logits(normed[0, -1])

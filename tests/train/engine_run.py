@@ -8,7 +8,7 @@ import math
 import pickle
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,19 +24,24 @@ from conf.schema import (
     OptimSection,
     Precision,
     RunConfig,
+    Supervise,
     TTTSection,
 )
+from data.chains import Chains
 from data.distributed import setup, shutdown
 from data.loader import on_device
 from data.records import TTTBatch
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.kernels import choose_kernel
 from train.engine import Engine
 from train.loop import row_weights
 from train.loss import Distillation
 from train.metrics import Interval
 from train.ttt import TrainingTimeTest
 
+CPU = torch.device("cpu")
 WIDTH, VOCAB, ROWS = 32, 40, 24
+DEPTH = 3
 SMALL_TOO = {"stage3_param_persistence_threshold": 0}  # or stage 3 keeps such small weights whole
 SIZES = [6, 6, 6, 3, *[6] * 16]  # samples a step: one window is partial
 
@@ -68,33 +73,34 @@ def sample(step: int, i: int) -> tuple[torch.Tensor, ...]:
 
 
 def window(step: int, head: torch.Tensor, spec: Spec, ranks: RankInfo) -> list[TTTBatch]:
-    """This rank's micro-batches of a step; ranks that run dry get empty ones."""
+    """This rank's packs of a step; ranks that run dry get packs without supervision."""
     count = spec.sizes[step % len(spec.sizes)]
     mine = list(range(ranks.rank, count, ranks.world_size))
     laps = math.ceil(math.ceil(count / ranks.world_size) / spec.micro)
-    batches = []
-    for lap in range(laps):
-        chosen = mine[lap * spec.micro : (lap + 1) * spec.micro]
-        parts = [sample(step, i) for i in chosen] or [sample(step, 0)]
-        ids, mask, aux, last = (torch.stack(column) for column in zip(*parts, strict=True))
-        logits = last @ head.T
-        batches.append(
-            TTTBatch(
-                input_ids=ids,
-                loss_mask=mask & bool(chosen),
-                lengths=torch.full((len(parts),), ROWS),
-                aux=aux,
-                last=last,
-                argmax=logits.argmax(-1),
-                lse=logits.logsumexp(-1),
-            )
-        )
-    return batches
+    chosen = [mine[lap * spec.micro : (lap + 1) * spec.micro] for lap in range(laps)]
+    return [packed(step, samples, head) for samples in chosen]
+
+
+def packed(step: int, chosen: list[int], head: torch.Tensor) -> TTTBatch:
+    parts = [sample(step, i) for i in chosen] or [sample(step, 0)]
+    ids, mask, aux, last = (torch.cat(column) for column in zip(*parts, strict=True))
+    starts = torch.arange(len(parts) + 1) * ROWS
+    logits = last @ head.T
+    return TTTBatch(
+        input_ids=ids,
+        positions=torch.arange(ROWS).repeat(len(parts)),
+        aux=aux,
+        last=last,
+        argmax=logits.argmax(-1),
+        lse=logits.logsumexp(-1),
+        samples=len(parts),
+        chains=Chains.of(mask & bool(chosen), starts, DEPTH, Supervise.span),
+    )
 
 
 def build(spec: Spec, ranks: RankInfo) -> "Job":
     cfg = RunConfig(
-        ttt=TTTSection(depth=3),
+        ttt=TTTSection(depth=DEPTH),
         optim=OptimSection(clip=0.5),
         engine=EngineSection(
             zero_stage=spec.stage,
@@ -117,7 +123,10 @@ def build(spec: Spec, ranks: RankInfo) -> "Job":
     draft.t2d.fill_(True)
     dtype = torch.bfloat16 if spec.precision == "bfloat16" else torch.float32
     teacher = Distillation(LossKind.kl, head.to(dtype), LlamaConfig())
-    engine = Engine(cfg, TrainingTimeTest(draft, teacher, cfg.ttt), ranks)
+    test = TrainingTimeTest(
+        draft, teacher, cfg.ttt, choose_kernel(cfg.engine.attention, CPU, dtype, 8)
+    )
+    engine = Engine(cfg, test, ranks)
     return Job(spec, cfg, engine, head, ranks)
 
 
@@ -143,7 +152,7 @@ class Job:
         for i, (batch, weight) in enumerate(zip(batches, shares.weights, strict=True)):
             output = self.engine(batch, weight)
             self.engine.backward(output.loss, last=i == len(batches) - 1)
-            interval.add(output, batch.lengths)
+            interval.add(output, len(batch.input_ids))
         norm = self.engine.step(1e-2, shares.total)
         return [interval.close(self.cfg.ttt.decay)["loss"], norm]
 
@@ -154,7 +163,8 @@ class Job:
     def step_on_nothing(self) -> dict:
         """A window whose mask is all zero, after real ones: Adam has momentum by now."""
         before = self.engine.draft_state()
-        made = [replace(b, loss_mask=torch.zeros_like(b.loss_mask)) for b in self.batches(0)]
+        made = [packed(0, [], self.head) for _ in range(2)]
+        made = [on_device(batch, self.engine.device, self.engine.dtype) for batch in made]
         loss, norm = self.step(made)
         after = self.engine.draft_state()
         kept = all(torch.equal(before[name], after[name]) for name in before)
@@ -240,7 +250,7 @@ def run(spec: Spec, steps: int, ranks: RankInfo, folder: Path) -> dict:
 
 def main(steps: int, out: Path, jobs: list[str]) -> None:
     torch.set_num_threads(1)
-    setup(torch.device("cpu"))
+    setup(CPU)
     ranks = RankInfo.from_env()
     results = {}
     for job in jobs:

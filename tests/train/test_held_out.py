@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from conf.runtime import RankInfo
-from conf.schema import DraftSection, HeadInit, LossKind, Precision, TTTSection, VerifierSection
-from data.loader import collate
-from data.records import CachedSample, TokenizedSample, TTTBatch
+from conf.schema import (
+    DraftSection,
+    HeadInit,
+    LossKind,
+    Precision,
+    Supervise,
+    TTTSection,
+    VerifierSection,
+)
+from data.chains import Chains
+from data.loader import collate, starts_of
+from data.records import CachedSample, TokenizedSample
 from eval.acceptance import AcceptanceReport, Counters, report_acceptance, total
 from eval.decode import DecodeSettings, decode_plain, decode_speculative
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.kernels import CPU_FLASH
 from models.verifier import Verifier, load_ends
 from models.vocab import DraftVocab
 from train import held_out
@@ -67,13 +77,21 @@ def greedy_sample(verifier: Verifier, one: Asked) -> CachedSample:
     )
 
 
-def overfit(draft: Eagle3Draft, batch: TTTBatch, head: Tensor, verifier: Verifier) -> None:
+def mask_of(samples: list[CachedSample]) -> Tensor:
+    return torch.cat([cached.sample.loss_mask for cached in samples])
+
+
+def overfit(
+    draft: Eagle3Draft, samples: list[CachedSample], head: Tensor, verifier: Verifier
+) -> None:
     """A few updates on the very text: enough to be right now and then, too few to be always."""
-    ttt = TTTSection(depth=2)
-    module = TrainingTimeTest(draft, Distillation(LossKind.ce, head, verifier.model.config), ttt)
+    ttt, mask = TTTSection(depth=2), mask_of(samples)
+    batch = collate(samples, Chains.of(mask, starts_of(samples), ttt.depth, Supervise.span))
+    teacher = Distillation(LossKind.ce, head, verifier.model.config)
+    module = TrainingTimeTest(draft, teacher, ttt, CPU_FLASH)
     trained = [p for p in draft.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
-    weights = torch.full((len(batch.lengths),), 1 / int(batch.loss_mask.sum()))
+    weights = torch.full((len(samples),), 1 / int(mask.sum()))
     for _ in range(40):
         module(batch, weights).loss.backward()
         optimizer.step()
@@ -99,26 +117,44 @@ def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Benc
     ends = load_ends(section, cache, torch.float32)
     vocab = DraftVocab.from_counts(torch.ones(128, dtype=torch.int64), None)
     draft.initialise(ends, vocab, HeadInit.verifier)
-    overfit(draft, collate(samples), ends.head, verifier)
+    overfit(draft, samples, ends.head, verifier)
     return Bench(verifier, draft, asked, samples)
+
+
+def proposals(bench: Bench, samples: list[CachedSample], n_draft: int) -> Tensor:
+    """[N, T] from the rows of ``samples``, end to end, from which a decoding loop can ask."""
+    chains = Chains.of_answers(mask_of(samples), starts_of(samples))
+    return unroll_own(bench.draft, collate(samples, chains), CPU_FLASH, n_draft)
 
 
 @pytest.mark.parametrize("n_draft", CHAINS)
 def test_the_walk_gives_the_loops_own_counters(bench: Bench, n_draft: int):
     live = bench.live(n_draft)
     for cached, counters in zip(bench.samples, live, strict=True):
-        proposed = unroll_own(bench.draft, collate([cached]), n_draft)[:, 0].T
+        proposed = proposals(bench, [cached], n_draft).T
         sample = cached.sample
         assert walk_answers(proposed, sample.input_ids, sample.loss_mask) == counters
     assert 0 < total(live).accepted < total(live).drafted  # else the test shows nothing
 
 
-def test_a_batch_is_walked_like_its_samples(bench: Bench):
-    """Padding changes no proposal of a real row."""
-    together = unroll_own(bench.draft, collate(bench.samples), 3)
-    for place, cached in enumerate(bench.samples):
-        alone = unroll_own(bench.draft, collate([cached]), 3)[:, 0]
-        assert torch.equal(together[:, place, : alone.shape[1]], alone)
+def test_a_pack_is_walked_like_its_samples(bench: Bench):
+    """A neighbour changes no proposal."""
+    together = proposals(bench, bench.samples, 3)
+    alone = [proposals(bench, [cached], 3) for cached in bench.samples]
+    assert torch.equal(together, torch.cat(alone, 1))
+
+
+def test_rows_that_are_not_unrolled_count_nowhere(bench: Bench):
+    """The walk of an answer asks no row but those of its chains."""
+    cached = bench.samples[1]
+    sample, starts = cached.sample, starts_of([cached])
+    everyone = torch.ones(1, len(sample.input_ids), dtype=torch.bool)
+    every_row = collate([cached], Chains.build(~everyone, everyone, starts))
+    every = unroll_own(bench.draft, every_row, CPU_FLASH, 3).T
+    some = proposals(bench, [cached], 3).T
+    assert (some == -1).all(1).any() and not (every == -1).any()
+    walked = [walk_answers(rows, sample.input_ids, sample.loss_mask) for rows in (some, every)]
+    assert walked[0] == walked[1]
 
 
 def test_every_answer_of_a_sample_is_walked(bench: Bench):
@@ -149,7 +185,7 @@ def measured(bench: Bench, greedy: list[bool], ranks: RankInfo) -> AcceptanceRep
     engine = SimpleNamespace(
         device=torch.device("cpu"),
         dtype=torch.float32,
-        propose=lambda batch, depth: unroll_own(bench.draft, batch, depth),
+        propose=lambda batch, depth: unroll_own(bench.draft, batch, CPU_FLASH, depth),
     )
     return measure(engine, FakeReader(bench.samples, greedy), 3, ranks)
 

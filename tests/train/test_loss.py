@@ -1,198 +1,204 @@
-"""The loss against a plain twin written from the definitions, and its gradients."""
+"""The fused loss: its chunks, its teacher, its memory, and labels outside the draft vocabulary."""
+
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig
 
-from conf.schema import LossKind, Supervise, TTTSection
+from conf.schema import LossKind, Supervise
+from data.chains import Chains
 from data.records import TTTBatch
 from models.eagle3 import DraftConfig, Eagle3Draft
+from train import loss as loss_module
 from train.loss import Distillation
-from train.ttt import TrainingTimeTest, first_needed, supervised_rows, unroll
 
-WIDTH, VOCAB, DRAFT_VOCAB, DEPTH = 16, 30, 12, 4
-
-
-def make_module(kind: LossKind, seed: int = 0) -> tuple[TrainingTimeTest, torch.Tensor]:
-    torch.manual_seed(seed)
-    config = DraftConfig(
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=VOCAB,
-        draft_vocab_size=DRAFT_VOCAB,
-        aux_layers=[1, 2, 3],
-        rms_norm_eps=1e-5,
-        max_positions=64,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-        norm_before_residual=False,
-        norm_before_fc=False,
-        fc_norm=True,
-        norm_output=False,
-    )
-    draft = Eagle3Draft(config).double()
-    for parameter in draft.parameters():
-        parameter.data.normal_(std=0.5)
-    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
-    draft.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))
-    draft.t2d[ids] = True
-    head = torch.randn(VOCAB, WIDTH, dtype=torch.float64)
-    distillation = Distillation(kind, head[ids], LlamaConfig())
-    ttt = TTTSection(depth=DEPTH, decay=0.8, supervise=Supervise.span)
-    return TrainingTimeTest(draft, distillation, ttt), head
-
-
-def make_batch(head: torch.Tensor, masks: list[list[int]]) -> TTTBatch:
-    torch.manual_seed(3)
-    loss_mask = torch.tensor(masks, dtype=torch.bool)
-    batch, rows = loss_mask.shape
-    last = torch.randn(batch, rows, WIDTH, dtype=torch.float64)
-    logits = last @ head.T
-    return TTTBatch(
-        input_ids=torch.randint(0, VOCAB, (batch, rows)),
-        loss_mask=loss_mask,
-        lengths=torch.full((batch,), rows),
-        aux=torch.randn(batch, rows, 3 * WIDTH, dtype=torch.float64),
-        last=last,
-        argmax=logits.argmax(-1),
-        lse=logits.logsumexp(-1),
-    )
-
-
-def twin(module: TrainingTimeTest, head: torch.Tensor, batch: TTTBatch) -> torch.Tensor:
-    """Row by row, from the definitions: sum over k of 0.8**k * S_k, divided by N."""
-    draft, kind = module.draft, module.distillation.kind
-    steps = unroll(draft, batch, DEPTH)
-    rows = supervised_rows(batch.loss_mask, DEPTH, module.ttt.supervise)
-    total, count = torch.zeros((), dtype=torch.float64), int(rows[0].sum())
-    ids = draft.d2t + torch.arange(DRAFT_VOCAB)
-    for k in range(DEPTH):
-        for b, t in rows[k].nonzero().tolist():
-            draft_probs = (draft.lm_head.weight @ steps[k][b, t]).softmax(-1)
-            target_full = (head @ batch.last[b, t + 1 + k]).softmax(-1)
-            target = target_full[ids] / target_full[ids].sum()
-            overlap = torch.minimum(target_full[ids], draft_probs).sum()
-            if kind is LossKind.kl:
-                value = (target * (target / draft_probs).log()).sum()
-            elif kind is LossKind.ce:
-                place = (ids == target_full.argmax()).nonzero().flatten()
-                value = -draft_probs[place].log().sum()
-            elif kind is LossKind.tv:
-                value = 1 - overlap
-            else:
-                value = -overlap.log()
-            total = total + 0.8**k * value
-    return total / count
-
-
+DEPTH = 4
 MASKS = [[0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("kind", list(LossKind))
-def test_loss_and_gradients_equal_the_plain_twin(kind: LossKind):
-    module, head = make_module(kind)
-    batch = make_batch(head, MASKS)
-    count = supervised_rows(batch.loss_mask, 1, Supervise.span).sum()
-    weights = torch.ones(2, dtype=torch.float64) / count
-    expected = twin(module, head, batch)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    expected_grads = torch.autograd.grad(expected, parameters)
-    output = module(batch, weights)
-    grads = torch.autograd.grad(output.loss, parameters)
-    assert float((output.loss - expected).detach().abs()) <= 1e-12 * max(
-        1.0, float(expected.detach().abs())
-    )
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        assert float((ours - theirs).abs().max()) <= 1e-11 * max(1.0, float(theirs.abs().max()))
-
-
-def test_a_moved_mask_is_caught():
+def test_a_moved_mask_is_caught(lab):
     """Negative control: supervising rows one too late changes the loss."""
-    module, head = make_module(LossKind.kl)
-    batch = make_batch(head, MASKS)
-    late = TTTBatch(
-        batch.input_ids, batch.loss_mask.roll(1, 1), batch.lengths, batch.aux, batch.last,
-        batch.argmax, batch.lse,
-    )  # fmt: skip
-    weights = torch.full((2,), 0.1, dtype=torch.float64)
-    difference = module(batch, weights).loss - module(late, weights).loss
-    assert abs(float(difference.detach())) > 1e-3
+    documents = lab.documents(MASKS)
+    late = [replace(d, mask=d.mask.roll(1)) for d in documents]
+    module = lab.module(lab.draft(), DEPTH)
+    right, wrong = (lab.step(module, lab.pack(one, DEPTH)).loss for one in (documents, late))
+    assert abs(right - wrong) > 1e-3
 
 
-def test_nothing_supervised_gives_zero_loss_and_zero_gradients():
-    module, head = make_module(LossKind.kl)
-    batch = make_batch(head, [[0] * 10])
-    output = module(batch, torch.ones(1, dtype=torch.float64))
-    output.loss.backward()
-    assert float(output.loss.detach()) == 0.0
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None, name
-            assert float(parameter.grad.abs().max()) == 0.0
+def test_out_of_vocabulary_argmax_is_a_miss(lab):
+    draft = lab.draft()
+    batch = lab.pack(lab.documents(MASKS), DEPTH)
+    outside = int((~draft.t2d).nonzero()[0])
+    all_out = replace(batch, argmax=torch.full_like(batch.argmax, outside))
+    found = lab.step(lab.module(draft, DEPTH, kind=LossKind.ce), all_out)
+    assert found.output.hits.sum() == 0
+    assert found.output.counts[0] == 14
+    assert found.loss == 0.0
+    assert not any(grad.any() for grad in found.grads.values())
+    kl = lab.step(lab.module(draft, DEPTH), all_out)
+    assert kl.loss == lab.step(lab.module(draft, DEPTH), batch).loss  # and lose no row elsewhere
 
 
-def test_out_of_vocabulary_argmax_is_a_miss():
-    module, head = make_module(LossKind.ce)
-    batch = make_batch(head, MASKS)
-    outside = int((~module.draft.t2d).nonzero()[0])
-    all_out = TTTBatch(
-        batch.input_ids, batch.loss_mask, batch.lengths, batch.aux, batch.last,
-        torch.full_like(batch.argmax, outside), batch.lse,
-    )  # fmt: skip
-    output = module(all_out, torch.ones(2, dtype=torch.float64))
-    assert output.hits.sum() == 0
-    assert output.counts[0] == 14
-    assert float(output.loss.detach()) == 0.0
+@pytest.mark.parametrize("kind", list(LossKind))
+@pytest.mark.parametrize("most", [1, 40, 16 * 9])
+def test_chunks_change_nothing(most, kind, lab, monkeypatch: pytest.MonkeyPatch):
+    """Chunks of one target each, of a few, and one chunk for all."""
+    module = lab.module(lab.draft(), DEPTH, kind=kind)
+    batch = lab.pack(lab.documents(MASKS), DEPTH)
+    whole = lab.step(module, batch)
+    monkeypatch.setitem(loss_module.CHUNK_LOGITS, "cpu", most)
+    asked: list[int] = []
+    teacher = Distillation.teacher
+
+    def noted(self, batch, targets, draft):
+        asked.extend(targets.tolist())
+        return teacher(self, batch, targets, draft)
+
+    monkeypatch.setattr(Distillation, "teacher", noted)
+    cut = lab.step(module, batch)
+    assert cut.loss == pytest.approx(whole.loss, rel=1e-13)
+    assert lab.apart(cut.grads, whole.grads) <= 1e-13
+    assert torch.equal(cut.output.hits, whole.output.hits)
+    assert sorted(asked) == sorted(set(asked))  # each target's teacher once, though several guess
+    assert len(asked) < sum(batch.chains.counts)
 
 
-def test_sample_padded_to_64_and_to_512_has_the_same_gradient():
-    module, head = make_module(LossKind.kl)
-    grads = []
-    for rows in (64, 512):
-        mask = [0, 0, 0, *[1] * 20, *[0] * (rows - 23)]
-        batch = make_batch(head, [mask])
-        short = make_batch(head, [mask[:64]])
-        padded = {}
-        for name in ("input_ids", "aux", "last", "argmax", "lse"):
-            value = torch.zeros_like(getattr(batch, name))
-            value[:, :64] = getattr(short, name)
-            padded[name] = value
-        batch = TTTBatch(loss_mask=batch.loss_mask, lengths=torch.tensor([23]), **padded)
-        module.zero_grad()
-        module(batch, torch.tensor([1 / 19], dtype=torch.float64)).loss.backward()
-        grads.append(module.draft.fc.weight.grad.clone())
-    assert float((grads[0] - grads[1]).abs().max()) <= 1e-14
+def test_without_gradients_the_values_are_the_same(lab):
+    module = lab.module(lab.draft(), DEPTH)
+    batch, weights = lab.pack(lab.documents(MASKS), DEPTH), torch.ones(2, dtype=torch.float64)
+    trained = module(batch, weights)
+    with torch.no_grad():
+        found = module(batch, weights)
+    assert not found.loss.requires_grad and found.loss.item() == trained.loss.item()
+    assert torch.equal(found.sums, trained.sums) and torch.equal(found.hits, trained.hits)
 
 
-@pytest.mark.parametrize("rule", list(Supervise))
-def test_rows_before_the_first_needed_one_only_give_keys(rule: Supervise):
-    module, head = make_module(LossKind.kl)
-    module.ttt.supervise = rule
-    masks = [[0] * 6 + [1, 1, 1, 1, 0, 1, 1], [0] * 8 + [1, 1, 1, 1, 1]]
-    batch = make_batch(head, masks)
-    rows = supervised_rows(batch.loss_mask, DEPTH, rule)
-    first = first_needed(rows)
-    assert first == (5 if rule is Supervise.span else 2)
-    weights = torch.full((2,), 0.1, dtype=torch.float64)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    trimmed = module(batch, weights)
-    grads = torch.autograd.grad(trimmed.loss, parameters)
-    steps = unroll(module.draft, batch, DEPTH)
-    parts = module.distillation(module.draft, batch, steps, rows)
-    whole = sum(0.8**k * 0.1 * part.losses.sum() for k, part in enumerate(parts))
-    expected = torch.autograd.grad(whole, parameters)
-    assert float((trimmed.loss - whole).detach().abs()) <= 1e-12 * float(whole.detach())
-    for ours, theirs in zip(grads, expected, strict=True):
-        assert float((ours - theirs).abs().max()) <= 1e-12 * max(1.0, float(theirs.abs().max()))
+def test_a_frozen_head_leaves_the_other_gradients_as_they_are(lab):
+    draft = lab.draft()
+    module, batch = lab.module(draft, DEPTH), lab.pack(lab.documents(MASKS), DEPTH)
+    trained = lab.step(module, batch).grads
+    draft.lm_head.requires_grad_(False)
+    frozen = lab.step(module, batch).grads
+    assert trained.keys() - frozen.keys() == {"draft.lm_head.weight"}
+    assert all(torch.equal(grad, trained[name]) for name, grad in frozen.items())
 
 
-def test_trimming_one_row_too_many_is_caught(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: dropping a row that is needed changes the loss."""
-    module, head = make_module(LossKind.kl)
-    batch = make_batch(head, [[0] * 6 + [1] * 7])
-    weights = torch.ones(1, dtype=torch.float64)
-    right = module(batch, weights).loss.detach()
-    monkeypatch.setattr("train.ttt.first_needed", lambda rows: first_needed(rows) + 1)
-    assert float((module(batch, weights).loss.detach() - right).abs()) > 1e-3
+# ---- memory --------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages made under it that are alive, and their peak."""
+
+    def __init__(self, guesses: int):
+        super().__init__()
+        self.guesses = guesses  # supervised rows of all steps
+        self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self.alive = self.peak = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if torch.is_tensor(t)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                if id(storage) not in given and storage not in self.known:
+                    self.count(storage)
+        return result
+
+    def count(self, storage) -> None:
+        size = storage.nbytes()
+        self.known[storage] = size
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        self.largest = max(self.largest, size)
+        weakref.finalize(storage, self.forget, size)
+
+    def forget(self, size: int) -> None:
+        self.alive -= size
+
+
+WIDTH, WORDS, CHUNK = 8, 49152, 1 << 20  # width and chunk scaled down, rows and vocabulary not
+
+
+@pytest.fixture(scope="module")
+def wide() -> tuple[Eagle3Draft, Distillation]:
+    """A narrow head over a vocabulary of 49,152."""
+    config = DraftConfig(
+        hidden_size=WIDTH,
+        intermediate_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=WORDS,
+        draft_vocab_size=WORDS,
+        aux_layers=[1],
+        rms_norm_eps=1e-5,
+        max_positions=4096,
+        rope={"rope_type": "default", "rope_theta": 1e4},
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+    )
+    torch.manual_seed(0)
+    draft = Eagle3Draft(config)
+    draft.t2d.fill_(True)
+    return draft, Distillation(LossKind.kl, torch.randn(WORDS, WIDTH), LlamaConfig())
+
+
+def meter(wide, rows: int, answer: int, depth: int) -> LiveBytes:
+    """The loss alone, forward and backward, on ``rows`` rows with one answer."""
+    draft, distillation = wide
+    mask = torch.zeros(rows, dtype=torch.bool)
+    mask[10 : 10 + answer] = True
+    chains = Chains.of(mask, torch.tensor([0, rows]), depth, Supervise.span)
+    batch = TTTBatch(
+        input_ids=torch.zeros(rows, dtype=torch.int64),
+        positions=torch.arange(rows),
+        aux=torch.zeros(rows, WIDTH),
+        last=torch.randn(rows, WIDTH),
+        argmax=torch.zeros(rows, dtype=torch.int64),
+        lse=torch.zeros(rows),
+        samples=1,
+        chains=chains,
+    )
+    steps: list[Tensor] = [
+        torch.randn(len(step.rows), WIDTH, requires_grad=True) for step in chains.steps
+    ]
+    with LiveBytes(sum(chains.counts)) as live:
+        guesses = distillation(draft, batch, steps, torch.ones(live.guesses))
+        guesses.loss.backward()
+    draft.lm_head.weight.grad = None
+    return live
+
+
+def test_memory_grows_with_supervised_rows_alone(wide, monkeypatch: pytest.MonkeyPatch):
+    """2,048 x 49,152: neither the row's length, nor depth or rows times vocabulary, is kept."""
+    monkeypatch.setitem(loss_module.CHUNK_LOGITS, "cpu", CHUNK)
+    few = meter(wide, rows=256, answer=64, depth=3)
+    long = meter(wide, rows=2048, answer=64, depth=3)
+    assert long.peak == few.peak
+    deep = meter(wide, rows=2048, answer=64, depth=6)
+    many = meter(wide, rows=2048, answer=192, depth=3)
+    for found in (deep, many):
+        more = found.guesses - long.guesses
+        # A guess costs its state, its gradient, its loss and some indices. How many of a chunk's
+        # guesses share a target decides how large the teacher of that chunk is.
+        slack = 2 * 4 * CHUNK
+        assert 4 * more * WORDS > 3 * slack  # one tensor of the added guesses would not fit in
+        assert found.peak - long.peak <= more * 4 * (4 * WIDTH + 16) + slack
+    assert many.largest <= 4 * max(CHUNK, WORDS * WIDTH)
+    assert many.peak < 4 * many.guesses * WORDS / 3
+
+
+def test_the_meter_sees_a_loss_without_chunks(wide, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: one chunk for all keeps guesses x vocabulary."""
+    monkeypatch.setitem(loss_module.CHUNK_LOGITS, "cpu", 1 << 40)
+    many = meter(wide, rows=2048, answer=192, depth=3)
+    whole = 4 * many.guesses * WORDS
+    assert many.largest >= whole and many.peak > 2 * whole

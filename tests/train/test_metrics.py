@@ -26,14 +26,16 @@ def output(sums: list[float], counts: list[int], hits: list[int]) -> TTTOutput:
 
 def test_an_interval_adds_up_and_starts_anew():
     interval = Interval(2, torch.device("cpu"))
-    interval.add(output([6.0, 2.0], [3, 1], [2, 0]), torch.tensor([10, 5]))
-    interval.add(output([4.0, 1.0], [2, 1], [1, 1]), torch.tensor([7]))
+    interval.started -= 10.0  # ten seconds ago
+    interval.add(output([6.0, 2.0], [3, 1], [2, 0]), 15)
+    interval.add(output([4.0, 1.0], [2, 1], [1, 1]), 7)
     found = interval.close(0.5)
     assert found["loss"] == pytest.approx((10 + 0.5 * 3) / 5)  # each step's sum over rows of step 0
     assert found["loss_by_depth"] == pytest.approx([2.0, 1.5])
     assert found["accuracy_by_depth"] == pytest.approx([0.6, 0.5])
-    assert found["supervised_tokens"] == 5 and found["tokens_per_second"] > 0
-    interval.add(output([3.0, 0.0], [3, 0], [3, 0]), torch.tensor([4]))
+    assert found["supervised_tokens"] == 5
+    assert found["tokens_per_second"] == pytest.approx(22 / 10, rel=0.05)
+    interval.add(output([3.0, 0.0], [3, 0], [3, 0]), 4)
     again = interval.close(0.5)
     assert again["loss_by_depth"] == [1.0, 0.0] and again["accuracy_by_depth"] == [1.0, 0.0]
 

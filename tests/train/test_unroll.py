@@ -1,143 +1,138 @@
 """The parity that matters: step k of the unroll equals k chained decoding steps, in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
-from data.records import TTTBatch
-from models.attention import DraftCache
-from models.eagle3 import DraftConfig, Eagle3Draft
-from train.ttt import shifted, unroll, unroll_own
+from data.chains import Chains, shifted
+from models.eagle3 import Eagle3Draft
+from models.kernels import CPU_FLASH, PLAIN
+from models.memory import DraftCache
+from train.ttt import unroll, unroll_own
 
-WIDTH, VOCAB, DRAFT_VOCAB, AUX = 24, 40, 16, 3
-
-
-def make_draft(**flags: bool) -> Eagle3Draft:
-    torch.manual_seed(1)
-    switches = dict.fromkeys(
-        ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), False
-    )
-    config = DraftConfig(
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,  # heads * head_dim is not the width, as in Qwen3
-        vocab_size=VOCAB,
-        draft_vocab_size=DRAFT_VOCAB,
-        aux_layers=[1, 2, 3],
-        rms_norm_eps=1e-5,
-        max_positions=64,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-        **{**switches, **flags},
-    )
-    draft = Eagle3Draft(config).double()
-    for parameter in draft.parameters():
-        parameter.data.normal_(std=0.4)
-    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
-    draft.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))
-    return draft
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SWITCHES = {"none": {}, **{f: {f: True} for f in FLAGS}, "all": dict.fromkeys(FLAGS, True)}
 
 
-def make_batch(lengths: list[int]) -> TTTBatch:
-    torch.manual_seed(2)
-    rows = max(lengths)
-    inside = torch.arange(rows)[None] < torch.tensor(lengths)[:, None]
-    aux = torch.randn(len(lengths), rows, AUX * WIDTH, dtype=torch.float64)
-    return TTTBatch(
-        input_ids=torch.randint(0, VOCAB, (len(lengths), rows)) * inside,
-        loss_mask=inside,
-        lengths=torch.tensor(lengths),
-        aux=aux * inside[..., None],
-        last=torch.zeros(len(lengths), rows, WIDTH, dtype=torch.float64),
-        argmax=torch.zeros(len(lengths), rows, dtype=torch.int64),
-        lse=torch.zeros(len(lengths), rows, dtype=torch.float64),
-    )
+def chained(draft: Eagle3Draft, ids: Tensor, aux: Tensor, depth: int) -> Tensor:
+    """Plain serving after len(aux) rows: one forward on the verifier's states, then one a token.
 
-
-def chained(draft: Eagle3Draft, ids: torch.Tensor, aux: torch.Tensor, row: int, depth: int):
-    """Plain serving: rows 0..row from verifier states, then one token at a time -> [depth, D]."""
-    cache = DraftCache(capacity=row + 1 + depth)
-    positions = torch.arange(row + 1)[None]
-    fused = draft.fuse(aux[None, : row + 1])
-    output = draft(ids[None, 1 : row + 2], fused, positions, cache)
+    ids [R+depth] of the rows and of what is fed later, aux [R, A*D] -> [depth, D], what the head
+    reads for each guess.
+    """
+    rows = len(aux)
+    cache = DraftCache(capacity=rows + depth)
+    fused = draft.fuse(aux[None])
+    share = draft.share_of(ids[None, 1 : rows + 1])
+    output = draft(share, fused, torch.arange(rows)[None], cache)
     normed = [output.normed[0, -1]]
     for k in range(1, depth):
-        hidden = output.hidden[:, -1:]
-        token = ids[None, row + 1 + k : row + 2 + k]
-        output = draft(token, hidden, torch.tensor([[row + k]]), cache)
+        share = draft.share_of(ids[None, rows + k : rows + k + 1])
+        output = draft(share, output.hidden[:, -1:], torch.tensor([[rows - 1 + k]]), cache)
         normed.append(output.normed[0, -1])
     return torch.stack(normed)
 
 
-@pytest.mark.parametrize("depth", [1, 4, 7, 10])
-@pytest.mark.parametrize(
-    "flag", [None, "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
-)
-def test_unroll_equals_chained_decoding(depth: int, flag: str | None):
-    draft = make_draft(**({flag: True} if flag else {}))
-    batch = make_batch([25, 17])
-    steps = torch.stack(unroll(draft, batch, depth))  # [K, B, T, D]
-    worst = 0.0
-    for b, length in enumerate(batch.lengths.tolist()):
-        for row in range(length - depth - 1):
-            expected = chained(draft, batch.input_ids[b], batch.aux[b], row, depth)
-            worst = max(worst, float((steps[:, b, row] - expected).detach().abs().max()))
-    assert worst <= 1e-10
+def worst_difference(lab, draft, depth: int, kernel) -> float:
+    """Over all rows and steps of a pack of three documents."""
+    documents = lab.documents([[0] * length for length in (19, 3, 13)])
+    batch = lab.through(documents, depth)
+    steps = unroll(draft, batch, kernel)
+    assert len(steps) == depth
+    worst, begin = 0.0, 0
+    for document in documents:
+        for row in range(len(document.ids) - 1):
+            most = min(depth, len(document.ids) - 1 - row)
+            expected = chained(draft, document.ids[: row + 1 + most], document.aux[: row + 1], most)
+            for k in range(most):
+                place = int(torch.searchsorted(batch.chains.steps[k].rows, begin + row))
+                worst = max(worst, float((steps[k][place] - expected[k]).detach().abs().max()))
+        begin += len(document.ids)
+    return worst
 
 
-@pytest.mark.parametrize("mistake", ["position", "token", "hidden"])
-def test_parity_catches_an_off_by_one(mistake: str, monkeypatch: pytest.MonkeyPatch):
-    draft, batch, depth = make_draft(), make_batch([20]), 4
+@pytest.mark.parametrize("depth", [1, 4, 5, 7, 10])
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
+def test_unroll_equals_chained_decoding(depth, switches, lab):
+    assert worst_difference(lab, lab.draft(**switches), depth, CPU_FLASH) <= 1e-10
+
+
+def test_parity_holds_for_the_plain_kernel_and_without_key_sharing(lab):
+    assert worst_difference(lab, lab.draft(), 5, PLAIN) <= 1e-10
+    assert worst_difference(lab, lab.draft(num_kv_heads=4), 5, CPU_FLASH) <= 1e-10
+
+
+@pytest.mark.parametrize("mistake", ["position", "token", "hidden", "keys"])
+def test_parity_catches_an_off_by_one(mistake: str, lab, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: each of the four things a later step is fed."""
+    draft = lab.draft()
     forward = Eagle3Draft.forward
-    calls = []
+    calls: list[tuple[Tensor, Tensor]] = []
 
-    def wrong(self, tokens, hidden, positions, memory):
-        calls.append(hidden)
-        if mistake == "position":
-            positions = positions.clamp_max(positions[:, :1] * 0 + 18) * 0 + torch.arange(20)
-        if mistake == "token" and len(calls) > 1:
-            tokens = shifted(tokens, 1)
-        if mistake == "hidden" and len(calls) > 1:
-            hidden = calls[0]
-        return forward(self, tokens, hidden, positions, memory)
+    def wrong(self, share, hidden, positions, memory, known=False):
+        step = len(calls)
+        calls.append((share, hidden))
+        if mistake == "position" and positions.dim() == 1:
+            positions = positions - step
+        if mistake == "token" and step and len(calls[step - 1][0]) >= len(share):
+            share = calls[step - 1][0][: len(share)]
+        if mistake == "hidden" and step:
+            hidden = calls[0][1][: len(hidden)]
+        if mistake == "keys":
+            memory.earlier = []
+        return forward(self, share, hidden, positions, memory, known)
 
-    expected = chained(draft, batch.input_ids[0], batch.aux[0], 5, depth)
+    document = lab.document([0] * 20)
+    expected = chained(draft, document.ids[:10], document.aux[:6], 4)
+    batch = lab.through([document], 4)
+
+    def apart() -> float:
+        steps = torch.stack([normed[5] for normed in unroll(draft, batch, CPU_FLASH)])
+        return float((steps - expected).detach().abs().max())
+
+    assert apart() <= 1e-10
     monkeypatch.setattr(Eagle3Draft, "forward", wrong)
-    steps = torch.stack(unroll(draft, batch, depth))
-    assert float((steps[:, 0, 5] - expected).abs().max()) > 1e-3
+    assert apart() > 1e-3
 
 
-def test_own_feeding_equals_chained_greedy_drafting():
-    draft, batch, depth = make_draft(), make_batch([20, 14]), 5
-    proposed = unroll_own(draft, batch, depth)
-    for b, length in enumerate(batch.lengths.tolist()):
-        for row in range(length - 1):
-            ids = batch.input_ids[b, : row + 2].tolist()
+def test_own_feeding_equals_chained_greedy_drafting(lab):
+    draft, depth = lab.draft(), 5
+    documents = lab.documents([[0] * 20, [0] * 14])
+    proposed = unroll_own(draft, lab.through(documents, 1), CPU_FLASH, depth)
+    assert proposed.shape == (depth, 34)
+    begin = 0
+    for document in documents:
+        for row in range(len(document.ids) - 1):
+            ids = document.ids[: row + 2].tolist()
             for k in range(depth):
-                text = torch.tensor([*ids, 0])
-                normed = chained(draft, text, batch.aux[b], row, k + 1)[-1]
+                normed = chained(draft, torch.tensor([*ids, 0]), document.aux[: row + 1], k + 1)[-1]
                 token = int(draft.to_target_ids(draft.logits(normed).argmax()))
-                assert token == int(proposed[k, b, row])
+                assert token == int(proposed[k, begin + row])
                 ids.append(token)
+        begin += len(document.ids)
 
 
-def test_padding_changes_nothing():
-    draft = make_draft()
-    short, padded = make_batch([12]), make_batch([12, 30])
-    alone = torch.stack(unroll(draft, short, 4))[:, 0]
-    aux = padded.aux.clone()
-    aux[0, :12] = short.aux[0]
-    ids = padded.input_ids.clone()
-    ids[0, :12] = short.input_ids[0]
-    beside = TTTBatch(
-        ids, padded.loss_mask, padded.lengths, aux, padded.last, padded.argmax, padded.lse
-    )
-    together = torch.stack(unroll(draft, beside, 4))[:, 0, :12]
-    assert float((alone[:, :8] - together[:, :8]).abs().max()) < 1e-12
+def test_rows_outside_the_chains_propose_nothing(lab):
+    """Only the rows from which a decoding loop can ask: mask[t+1] in the same document."""
+    masks = [[0, 0, 1, 1, 1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0]]
+    documents = lab.documents(masks)
+    mask = torch.cat([document.mask for document in documents])
+    batch = lab.pack(documents)
+    chains = Chains.of_answers(mask, torch.tensor([0, 8, 12, 15]))
+    draft = lab.draft()
+    some = unroll_own(draft, replace(batch, chains=chains), CPU_FLASH, 3)
+    every = unroll_own(draft, lab.through(documents, 1), CPU_FLASH, 3)
+    asking = [1, 2, 3, 6, 8]
+    assert torch.equal(some[:, asking], every[:, asking])
+    others = [t for t in range(15) if t not in asking]
+    assert (some[:, others] == -1).all()
 
 
 def test_shift_moves_left_and_fills_with_zeros():
-    values = torch.tensor([[1, 2, 3]])
-    assert shifted(values, 1).tolist() == [[2, 3, 0]]
-    assert shifted(values, 3).tolist() == [[0, 0, 0]]
-    assert shifted(values, 9).tolist() == [[0, 0, 0]]
+    values = torch.tensor([1, 2, 3])
+    assert shifted(values, 0).tolist() == [1, 2, 3]
+    assert shifted(values, 1).tolist() == [2, 3, 0]
+    assert shifted(values, 3).tolist() == [0, 0, 0]
+    assert shifted(values, 9).tolist() == [0, 0, 0]

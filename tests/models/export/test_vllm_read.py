@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conf.schema import ConfigError
-from models.attention import DraftCache
 from models.export.read import read_head
+from models.memory import DraftCache
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -15,7 +15,8 @@ def run(draft, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     aux = torch.randn(1, 9, 144, generator=generator)
     tokens = torch.randint(0, 128, (1, 9), generator=generator)
-    output = draft(tokens, draft.fuse(aux), torch.arange(9)[None], DraftCache(9))
+    share, positions = draft.share_of(tokens), torch.arange(9)[None]
+    output = draft(share, draft.fuse(aux), positions, DraftCache(9))
     return torch.cat([draft.logits(output.normed).flatten(), output.hidden.flatten()])
 
 

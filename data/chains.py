@@ -1,0 +1,156 @@
+"""Chains: which rows of a pack are unrolled, how far, and what each of their guesses is worth.
+
+A chain starts at row t of a document; step k guesses x[t+2+k] from x[t+1+k] (see train/ttt.py).
+All of it follows from the loss mask, so it is worked out once a pack, on the CPU, ahead of the
+step. A chain that will never again be supervised stops: rows of step k+1 are among those of step k.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from conf.schema import Supervise
+from models.runs import Runs
+
+
+@dataclass(frozen=True)
+class ChainStep:
+    """One step of all chains that are still needed: R rows."""
+
+    kept: Tensor | None  # [R] which rows of the step before go on; None: all
+    rows: Tensor  # [R] packed row t, ascending
+    positions: Tensor  # [R] place of t in its document, plus k
+    tokens: Tensor  # [R] place of packed row t+k among Chains.near
+    emits: Tensor | None  # [E] rows of this step whose guess is supervised; None: all
+    slots: Tensor  # [E] place of those guesses among Chains.targets_of
+    runs: Runs
+
+
+@dataclass(frozen=True)
+class Chains:
+    """K steps, and the P supervised guesses of all steps sorted by the position they predict.
+
+    The target of row t at step k is position t+1+k, whose verifier state gives the distribution of
+    x[t+2+k]. Guesses of one target lie side by side, so its teacher is computed once; targets with
+    equally many guesses lie side by side, so nearly all of them form blocks of one size.
+    """
+
+    steps: list[ChainStep]
+    near: Tensor  # [I] packed rows whose token some chain is fed
+    targets: Tensor  # [M] packed positions that are predicted, those with most guesses first
+    targets_of: Tensor  # [P] place of a guess's target in ``targets``
+    depths: Tensor  # [P] step of a guess
+    documents: Tensor  # [P] document of a guess
+    ends: list[int]  # [M+1] where the guesses of each target begin and end
+    counts: list[int]  # [K] guesses by step
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, starts: Tensor, depth: int, rule: Supervise) -> "Chains":
+        """loss_mask [T] bool, starts [B+1] of the documents -> the chains of ``depth`` steps."""
+        emits = supervised_rows(loss_mask, starts, depth, rule)  # [K, T]
+        needed = emits.flip(0).cumsum(0).flip(0) > 0  # supervised at this step or a later one
+        return cls.build(emits, needed, starts)
+
+    @classmethod
+    def of_answers(cls, loss_mask: Tensor, starts: Tensor) -> "Chains":
+        """One step of the rows from which a decoding loop can ask; nothing is supervised."""
+        asks = shifted(loss_mask, 1) & (shifted(document_of(starts), 1) == document_of(starts))
+        return cls.build(torch.zeros_like(asks)[None], asks[None], starts)
+
+    @classmethod
+    def build(cls, emits: Tensor, needed: Tensor, starts: Tensor) -> "Chains":
+        """emits, needed [K, T] bool: rows supervised at a step, and rows that it runs."""
+        documents = document_of(starts) - 1
+        rows = [step.nonzero().flatten() for step in needed if step.any()]
+        rows = rows or [torch.zeros(1, dtype=torch.int64)]  # one idle row touches every weight
+        supervised = emits.nonzero()  # [P, 2]: step, row; by step
+        depths, places = supervised[:, 0], supervised[:, 1]
+        positions = places + 1 + depths
+        targets, inverse, sizes = positions.unique(return_inverse=True, return_counts=True)
+        by_size = sizes.argsort(descending=True, stable=True)
+        ranks = torch.empty_like(by_size)
+        ranks[by_size] = torch.arange(len(by_size))
+        order = ranks[inverse].argsort(stable=True)  # of guesses: by target, then by step
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(len(order))
+        targets, sizes = targets[by_size], sizes[by_size]
+        near = torch.cat([step + k for k, step in enumerate(rows)]).unique()
+        counts = emits.sum(1).tolist()
+        steps = []
+        for k, (step, of_step) in enumerate(zip(rows, slots.split(counts), strict=False)):
+            emitting = emits[k, step].nonzero().flatten()
+            before = rows[k - 1] if k else step
+            kept = torch.searchsorted(before, step)
+            steps.append(
+                ChainStep(
+                    kept=None if len(step) == len(before) else kept,
+                    rows=step,
+                    positions=step - starts[documents[step]] + k,
+                    tokens=torch.searchsorted(near, step + k),
+                    emits=None if len(emitting) == len(step) else emitting,
+                    slots=of_step,
+                    runs=Runs.of(step, starts),
+                )
+            )
+        return cls(
+            steps=steps,
+            near=near,
+            targets=targets,
+            targets_of=torch.repeat_interleave(torch.arange(len(targets)), sizes),
+            depths=depths[order],
+            documents=documents[places[order]],
+            ends=[0, *sizes.cumsum(0).tolist()],
+            counts=counts,
+        )
+
+    def roots(self, documents: int) -> Tensor:
+        """[B] supervised rows at depth 0 of each document, from which losses are normalised."""
+        return torch.bincount(self.documents[self.depths == 0], minlength=documents)
+
+    def moved(self, move) -> "Chains":
+        """The same with ``move`` applied to every tensor: to a device, into pinned memory."""
+        return replace(moved(self, move), steps=[moved(step, move) for step in self.steps])
+
+
+def moved(item, move):
+    """A dataclass with ``move`` applied to the tensors among its fields."""
+    values = {part.name: getattr(item, part.name) for part in fields(item)}
+    return replace(item, **{k: move(v) for k, v in values.items() if isinstance(v, Tensor)})
+
+
+def document_of(starts: Tensor) -> Tensor:
+    """starts [B+1] -> [T] number of each row's document, from 1, so that 0 is none."""
+    return torch.repeat_interleave(torch.arange(1, len(starts)), starts.diff())
+
+
+def shifted(values: Tensor, by: int) -> Tensor:
+    """values [T] -> [T] with entry t holding values[t + by], and zero beyond the end."""
+    result = torch.zeros_like(values)
+    if by < len(values):
+        result[: len(values) - by] = values[by:]
+    return result
+
+
+def supervised_rows(loss_mask: Tensor, starts: Tensor, depth: int, rule: Supervise) -> Tensor:
+    """Which rows carry loss at which step: loss_mask [T] bool, starts [B+1] -> [K, T] bool.
+
+    Labels of an answer [a, b) are x[a+1..b-1]: at serving the verifier gives x[a]. ``span``: rows
+    a-1 <= t <= b-3-k, so that x[t+1..t+2+k] lie in one answer. ``any``: every row whose x[t+2+k]
+    is a label. Nothing runs from one document into another.
+    """
+    document = document_of(starts)
+    before = torch.cat([torch.zeros(1, dtype=torch.bool), loss_mask[:-1]])
+    before[starts[:-1]] = False
+    begins = loss_mask & ~before
+    span = begins.cumsum(0) * loss_mask  # [T] number of the answer a token is in, 0 outside
+    label = loss_mask & ~begins
+    rows = []
+    for k in range(depth):
+        if rule is Supervise.span:
+            first, end = shifted(span, 1), shifted(span, 2 + k)
+            inside = shifted(document, 1) == document
+            rows.append((end > 0) & (first == end) & inside)
+        else:
+            rows.append(shifted(label, 2 + k) & (shifted(document, 2 + k) == document))
+    return torch.stack(rows)
