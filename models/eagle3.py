@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import ConfigError, DraftSection, HeadInit
-from models.layers import DraftAttention, GatedMLP, MidLayer
+from models.layers import DraftAttention, GatedMLP, MidLayer, StreamNorm
 from models.memory import Memory
 from models.rope import Rope
 from models.verifier import VerifierEnds, VerifierFacts
@@ -83,8 +83,8 @@ class Eagle3Draft(nn.Module):
         self.config = config
         width, count = config.hidden_size, len(config.aux_layers)
 
-        def norm(size: int = width) -> nn.RMSNorm:
-            return nn.RMSNorm(size, eps=config.rms_norm_eps)
+        def norm(size: int = width) -> StreamNorm:
+            return StreamNorm(size, eps=config.rms_norm_eps)
 
         if config.norm_before_fc:
             self.input_norm = norm(count * width)

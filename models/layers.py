@@ -9,6 +9,18 @@ from models.memory import Memory
 from models.rope import Rope, Rotary, Rotation
 
 
+class StreamNorm(nn.RMSNorm):
+    """RMSNorm in the precision of what comes in, its result in that of the weights.
+
+    An unroll keeps its residual stream in fp32 while the weights are bf16: seven steps of rounding
+    to bf16 would cost more than all the products do.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps).to(weight.dtype)
+
+
 class DraftAttention(nn.Module):
     """Grouped-query attention over [embedding ; state], 2D wide in and D wide out.
 
@@ -104,7 +116,7 @@ class MidLayer(nn.Module):
 
     def remember(self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
         """Rows that nobody asks for a guess: they give ``memory`` their keys, and cost no more."""
-        rotation = self.self_attn.rotary.at(positions, hidden.dtype)
+        rotation = self.self_attn.rotary.at(positions, share.dtype)
         self.self_attn.remember(share, self.hidden_norm(hidden), rotation, memory)
 
     def forward(
@@ -115,7 +127,7 @@ class MidLayer(nn.Module):
         ``known``: ``memory`` has the keys of these rows already.
         """
         states = self.hidden_norm(hidden)
-        rotation = self.self_attn.rotary.at(positions, hidden.dtype)
+        rotation = self.self_attn.rotary.at(positions, share.dtype)
         if not known:
             self.self_attn.remember(share, states, rotation, memory)
         residual = states if self.normed else hidden

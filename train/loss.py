@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
@@ -57,6 +56,7 @@ class Distillation:
         self.kind = kind
         self.head = head  # [Vd, D]
         self.config = config
+        self.grade = grade
 
     def __call__(
         self, draft: Eagle3Draft, batch: TTTBatch, steps: list[Tensor], weights: Tensor
@@ -70,7 +70,7 @@ class Distillation:
         if self.kind is LossKind.ce:
             return Teacher(ids, draft_ids=draft.to_draft_ids(ids), inside=draft.t2d[ids])
         last = batch.last[targets].to(self.head.dtype)  # [M, D]
-        logits = widened(scaled_logits(F.linear(last, self.head), self.config))
+        logits = scaled_logits(product(last, self.head.T), self.config)
         if self.kind is LossKind.kl:
             probs = logits.softmax(-1)
             lse = logits.amax(-1) - probs.amax(-1).log()
@@ -128,16 +128,16 @@ class _ChunkedLoss(torch.autograd.Function):
             teacher = known.distillation.teacher(known.batch, chains.targets[chunk.targets], draft)
             if not chunk.even:
                 teacher = teacher.repeated(chains.targets_of[chunk.guesses] - chunk.targets.start)
-            logits = widened(rows @ head.T).view(len(teacher.ids), -1, len(head))
+            logits = product(rows, head.T).view(len(teacher.ids), -1, len(head))
             best = logits.argmax(-1)
             hits[chunk.guesses] = (draft.to_target_ids(best) == teacher.ids[:, None]).flatten()
-            graded = grade(known.distillation.kind, logits, best, teacher)
+            graded = known.distillation.grade(known.distillation.kind, logits, best, teacher)
             losses[chunk.guesses] = graded.losses.flatten()
             if not known.trained:
                 continue
             of_logits = graded.of_logits.view(-1, len(head)).to(head.dtype)
             if of_head is not None:
-                add_product(of_head, of_logits, rows * weights)
+                add_product(of_head, of_logits.T, rows * weights)
             torch.mm(of_logits, head, out=rows).mul_(weights)
         ctx.known, ctx.states = known, states
         ctx.of_head = None if of_head is None else of_head.to(head.dtype)
@@ -194,14 +194,17 @@ def grade(kind: LossKind, logits: Tensor, best: Tensor, teacher: Teacher) -> Gra
     return Graded(-overlap.log(), of_logits.div_(overlap[..., None]))
 
 
-def widened(logits: Tensor) -> Tensor:
-    """Softmax and its gradient are computed in fp32 at least."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in fp32 at least: softmax and its gradient need it. The CPU's product rounds to
+    bf16 first, CUDA's does not."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).to(torch.promote_types(left.dtype, torch.float32))
 
 
-def add_product(total: Tensor, of_logits: Tensor, rows: Tensor) -> None:
-    """total [Vd, D] += of_logits^T [Vd, P] @ rows [P, D]; in one product where dtypes agree."""
-    if total.dtype == rows.dtype:
-        total.addmm_(of_logits.T, rows)
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in one product where dtypes agree."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
     else:
-        total.add_(of_logits.T @ rows)
+        total.add_(product(left, right))

@@ -27,7 +27,7 @@ from data.records import TTTBatch
 from models.attention import Kernel
 from models.eagle3 import DraftOutput, Eagle3Draft
 from models.memory import TTTMemory
-from train.loss import Distillation
+from train.loss import Distillation, grade
 
 NON_REENTRANT = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn at random
 
@@ -46,7 +46,7 @@ class TTTOutput:
 class Opening:
     """What the first step starts from, for all packed rows."""
 
-    hidden: Tensor  # [T, D] fused verifier states
+    hidden: Tensor  # [T, D] fused verifier states, the residual stream: fp32 or wider
     share: Tensor  # [T, (H + 2 Hkv) * Dh] of x[t+1] in query, key and value
     memory: TTTMemory  # holds the step-0 keys
 
@@ -54,6 +54,7 @@ class Opening:
 def open_unroll(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel) -> Opening:
     """Fuse the verifier's states and make the keys of step 0, which every step sees."""
     hidden = draft.fuse(batch.aux)
+    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     # The last row of a document is paired with a token of the next; no row that asks sees its key.
     share = draft.share_of(shifted(batch.input_ids, 1))
     memory = TTTMemory(kernel)
@@ -124,6 +125,12 @@ class TrainingTimeTest(nn.Module):
         self.ttt = ttt
         self.kernel = kernel
         self.recompute = recompute
+
+    def compile_parts(self) -> None:
+        """torch.compile what is elementwise around the products. Lengths vary without a limit, so
+        rows are symbolic, and each part compiles for one row and for many."""
+        self.draft.midlayer.mlp.compile(dynamic=True)
+        self.distillation.grade = torch.compile(grade, dynamic=True)
 
     def forward(self, batch: TTTBatch, row_weights: Tensor | None, own: int = 0):
         """row_weights [B]: what one row of each document adds to the loss -> TTTOutput.

@@ -39,7 +39,7 @@ class Outcome:
 
 class Contender(Protocol):
     packages: tuple[str, ...]  # whose versions are reported
-    trained: nn.Module
+    trained: nn.Module  # its gradients are cleared before a step
 
     def prepare(self, case: Case) -> Callable[[], Outcome]:
         """What a data loader does, untimed -> the forward pass on it."""

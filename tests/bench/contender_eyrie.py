@@ -1,11 +1,11 @@
 """Eyrie's own step: ``train.ttt.TrainingTimeTest`` on the batch that its loader would give it.
 
-In bfloat16 the weights stay in fp32 and autocast makes the products in bf16.
+In bfloat16 weights, states and gradients are bf16, softmax and the sums of the head's gradient
+fp32; the fp32 masters belong to the optimizer, which no contender runs.
 """
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,12 @@ from transformers import LlamaConfig
 from workload import EPS, ROPE_THETA, Case, Shape, Workload
 
 from conf.schema import LossKind, TTTSection
+from data.chains import Chains
 from data.records import TTTBatch
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.kernels import CPU_FLASH
 from train.loss import Distillation
-from train.ttt import TrainingTimeTest, supervised_rows
+from train.ttt import TrainingTimeTest
 
 
 def draft_config(shape: Shape) -> DraftConfig:
@@ -51,75 +53,72 @@ class Eyrie:
     def __init__(self, work: Workload, compiled: bool):
         self.work = work
         self.compiled = compiled
-        self.draft = self.trained = Eagle3Draft(draft_config(work.shape))
-        vocabulary = {"d2t": work.d2t, "t2d": work.t2d}
-        weights = work.draft | vocabulary | {"embed_tokens.weight": work.embedding}
-        self.draft.load_state_dict(weights)
-        self.teacher = Distillation(LossKind.kl, work.head[work.members], LlamaConfig())
-        self.argmax, self.lse = self.summary()
-        self.modules: dict[int, torch.nn.Module] = {}  # by depth
+        self.drafts = {"float32": self.draft(torch.float32), "bfloat16": self.draft(torch.bfloat16)}
+        self.trained = torch.nn.ModuleList(self.drafts.values())
+        rows = [F.linear(last, work.head) for last in work.last]  # the cache keeps these two
+        self.argmax = torch.cat([row.argmax(-1) for row in rows])
+        self.lse = torch.cat([row.logsumexp(-1) for row in rows])
 
-    def summary(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the cache holds beside the states: argmax and log-sum-exp [B, T] of the verifier."""
-        rows = [F.linear(last, self.work.head) for last in self.work.last]
-        return (
-            torch.stack([row.argmax(-1) for row in rows]),
-            torch.stack([row.logsumexp(-1) for row in rows]),
-        )
+    def draft(self, dtype: torch.dtype) -> Eagle3Draft:
+        draft = Eagle3Draft(draft_config(self.work.shape))
+        vocabulary = {"d2t": self.work.d2t, "t2d": self.work.t2d}
+        weights = self.work.draft | vocabulary | {"embed_tokens.weight": self.work.embedding}
+        draft.load_state_dict(weights)
+        return draft.to(dtype)
 
-    def module(self, depth: int) -> torch.nn.Module:
-        if depth not in self.modules:
-            module = TrainingTimeTest(self.draft, self.teacher, TTTSection(depth=depth))
-            self.modules[depth] = torch.compile(module) if self.compiled else module
-        return self.modules[depth]
+    def module(self, draft: Eagle3Draft, depth: int) -> TrainingTimeTest:
+        head = self.work.head[self.work.members].to(draft.lm_head.weight.dtype)
+        teacher = Distillation(LossKind.kl, head, LlamaConfig())
+        return TrainingTimeTest(draft, teacher, TTTSection(depth=depth), CPU_FLASH)
 
-    def batch(self, share: int) -> TTTBatch:
-        work = self.work
+    def batch(self, case: Case, dtype: torch.dtype) -> TTTBatch:
+        work, shape = self.work, self.work.shape
+        starts = torch.arange(shape.batch + 1) * shape.tokens
+        mask = work.loss_mask(case.share).flatten()
         return TTTBatch(
-            input_ids=work.input_ids,
-            loss_mask=work.loss_mask(share),
-            lengths=torch.full((work.shape.batch,), work.shape.tokens),
-            aux=work.aux,
-            last=work.last,
+            input_ids=work.input_ids.flatten(),
+            positions=torch.arange(shape.tokens).repeat(shape.batch),
+            aux=work.aux.flatten(0, 1).to(dtype),
+            last=work.last.flatten(0, 1).to(dtype),
             argmax=self.argmax,
-            lse=self.lse,
+            lse=self.lse.to(torch.promote_types(dtype, torch.float32)),
+            samples=shape.batch,
+            chains=Chains.of(mask, starts, case.depth, TTTSection().supervise),
         )
-
-    def row_weights(self, share: int) -> torch.Tensor:
-        """[B]: the loss is a mean over the rows of step 0."""
-        rows = supervised_rows(self.work.loss_mask(share), 1, TTTSection().supervise)
-        return torch.full((self.work.shape.batch,), 1.0 / int(rows.sum()))
 
     def prepare(self, case: Case) -> Callable[[], Outcome]:
-        batch, module = self.batch(case.share), self.module(case.depth)
-        weights = self.row_weights(case.share)
-        narrow = case.dtype == "bfloat16"
-        precision = torch.autocast("cpu", torch.bfloat16) if narrow else nullcontext()
+        draft = self.drafts[case.dtype]
+        module, batch = self.module(draft, case.depth), self.batch(case, draft.fc.weight.dtype)
+        if self.compiled:
+            module.compile_parts()
 
         def forward() -> Outcome:
-            with precision:
-                output = module(batch, weights)
+            output = module(batch, row_weights(batch))
             return Outcome(output.loss, list(output.counts))
 
         return forward
 
     def gradient_error(self, case: Case) -> float:
-        clear(self.draft)
+        """Against the same weights and states in fp64."""
+        draft = self.drafts[case.dtype]
+        clear(draft)
         take_step(self.prepare(case))
-        gradients = {n: p.grad for n, p in self.draft.named_parameters() if p.grad is not None}
-        exact = TrainingTimeTest(
-            deepcopy(self.draft).double(),
-            Distillation(LossKind.kl, self.teacher.head.double(), LlamaConfig()),
-            TTTSection(depth=case.depth),
-        )
+        gradients = {n: p.grad for n, p in draft.named_parameters() if p.grad is not None}
+        exact = self.module(deepcopy(draft).double(), case.depth)
         clear(exact)
-        batch, weights = self.batch(case.share), self.row_weights(case.share)
-        states = {"aux": batch.aux.double(), "last": batch.last.double(), "lse": batch.lse.double()}
-        exact(replace(batch, **states), weights.double()).loss.backward()
+        batch = self.batch(case, draft.fc.weight.dtype)
+        wide = {name: getattr(batch, name).double() for name in ("aux", "last", "lse")}
+        batch = replace(batch, **wide)
+        exact(batch, row_weights(batch)).loss.backward()
         reference = {n: p.grad for n, p in exact.draft.named_parameters() if p.grad is not None}
         wrong = [gradients[name].double() - reference[name] for name in reference]
         norm = torch.nn.utils.get_total_norm
         return float(norm(wrong) / norm(list(reference.values())))
+
+
+def row_weights(batch: TTTBatch) -> torch.Tensor:
+    """[B]: the loss is a mean over the rows of step 0."""
+    return torch.full((batch.samples,), 1.0 / batch.chains.counts[0], dtype=batch.lse.dtype)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ TINY = Shape(
 class Case:
     share: int  # per cent of each sample's tokens that its answer holds
     depth: int  # K
-    dtype: str = "float32"  # of the matrix products; the weights stay in fp32
+    dtype: str = "float32"  # of weights and states
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def make_workload(shape: Shape, seed: int) -> Workload:
 
 
 def draft_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random matrices and norms of weight 1; the draft's head is the verifier's rows."""
+    """A draft as training starts it: small random matrices, norms of weight 1."""
     width, queries = shape.hidden, shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     sizes = {
@@ -126,7 +126,7 @@ def draft_weights(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]
         "midlayer.mlp.down_proj": (width, shape.mlp),
     }
     weights = {
-        f"{name}.weight": torch.randn(*size, generator=generator) / size[1] ** 0.5
+        f"{name}.weight": torch.randn(*size, generator=generator) * 0.02
         for name, size in sizes.items()
     }
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
