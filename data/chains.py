@@ -62,8 +62,13 @@ class Chains:
     def build(cls, emits: Tensor, needed: Tensor, starts: Tensor) -> "Chains":
         """emits, needed [K, T] bool: rows supervised at a step, and rows that it runs."""
         documents = document_of(starts) - 1
-        rows = [step.nonzero().flatten() for step in needed if step.any()]
-        rows = rows or [torch.zeros(1, dtype=torch.int64)]  # one idle row touches every weight
+        # A step that no chain reaches runs one idle row. So every pack calls the same layers, and
+        # ranks that shard the weights (ZeRO-3) gather them alike.
+        rows = [torch.zeros(1, dtype=torch.int64)]
+        for step in needed:
+            rows.append(step.nonzero().flatten() if step.any() else rows[-1][:1])
+        rows = rows[1:]
+        fed = [(step + k).clamp_max(needed.shape[1] - 1) for k, step in enumerate(rows)]
         supervised = emits.nonzero()  # [P, 2]: step, row; by step
         depths, places = supervised[:, 0], supervised[:, 1]
         positions = places + 1 + depths
@@ -75,7 +80,7 @@ class Chains:
         slots = torch.empty_like(order)
         slots[order] = torch.arange(len(order))
         targets, sizes = targets[by_size], sizes[by_size]
-        near = torch.cat([step + k for k, step in enumerate(rows)]).unique()
+        near = torch.cat(fed).unique()
         counts = emits.sum(1).tolist()
         steps = []
         for k, (step, of_step) in enumerate(zip(rows, slots.split(counts), strict=False)):
@@ -87,7 +92,7 @@ class Chains:
                     kept=None if len(step) == len(before) else kept,
                     rows=step,
                     positions=step - starts[documents[step]] + k,
-                    tokens=torch.searchsorted(near, step + k),
+                    tokens=torch.searchsorted(near, fed[k]),
                     emits=None if len(emitting) == len(step) else emitting,
                     slots=of_step,
                     runs=Runs.of(step, starts),

@@ -1,5 +1,6 @@
 """The job as people start it: a folder with conversations, and runs in real processes."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -30,6 +31,7 @@ class Place:
 
     folder: Path
     verifier: Path
+    verifier_files: dict[str, str]  # their digests before any run
 
     def words(self, name: str, *more: str, cache: str = "cache") -> list[str]:
         return [
@@ -67,6 +69,11 @@ class Place:
         assert process.returncode == code, err[-3000:]
         return out, err
 
+    @staticmethod
+    def digests(*folders: Path) -> dict[str, str]:
+        files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
     def lines(self, name: str) -> list[dict]:
         """metrics.jsonl without the one figure that is a time."""
         text = (self.run(name) / "metrics.jsonl").read_text()
@@ -94,7 +101,7 @@ def place(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Plac
     (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = [{"id": f"p{i}", "task": "count", "turns": [f"count to {i}"]} for i in (3, 4)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    return Place(folder, tiny_verifier)
+    return Place(folder, tiny_verifier, Place.digests(tiny_verifier))
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,15 @@
 """The job as people start it: real processes, from conversations to an exported head."""
 
-import hashlib
 import json
+import math
 import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from conf.compose import from_command_line, load_config
 from conf.runtime import RankInfo
@@ -17,11 +19,6 @@ from data.prepare import find_prepared
 from train.loop import fit
 from train.stages import Stamps
 from train.stop import StopRequest
-
-
-def digests(*folders: Path) -> dict[str, str]:
-    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +61,34 @@ def test_the_whole_job_leaves_all_its_files(place, finished: Path):
     assert "best held-out tau" in (finished / "train.log").read_text()
 
 
+def test_a_checkpoint_holds_the_draft_and_its_optimizer_alone(place, finished: Path):
+    folder = finished / "checkpoints" / f"step-{place.STEPS:08d}"
+    with safe_open(finished / "best" / "draft.safetensors", "pt") as file:
+        draft = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    frozen = math.prod(draft.pop("embed_tokens.weight"))
+    (model,) = folder.glob("engine/*model_states.pt")
+    held = torch.load(model)["module"]
+    assert {name.removeprefix("test.draft.") for name in held} == set(draft)  # d2t, t2d: the map
+    trained = sum(math.prod(shape) for name, shape in draft.items() if name not in ("d2t", "t2d"))
+    said = (finished / "train.log").read_text()
+    assert f"training {trained:,} parameters ({frozen:,} frozen)" in said
+    # bf16 weights; fp32 masters and two moments; the map.
+    due = trained * (2 + 3 * 4) + 8 * draft["d2t"][0] + draft["t2d"][0]
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert due < size < 1.2 * due
+    state = json.loads((folder / "state.json").read_text())
+    assert state["state"]["step"] == place.STEPS  # data order and schedule follow from it
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert set(state["files"]) == names - {"state.json"}
+    assert all(name.endswith("_states.pt") for name in state["files"])
+
+
+def test_training_leaves_the_verifier_as_it_was(place, finished: Path):
+    assert place.digests(place.verifier) == place.verifier_files
+
+
 def test_the_same_call_again_skips_every_stage(place, finished: Path):
-    before = digests(*(finished / name for name in ("best", "checkpoints", "eval", "export")))
+    before = place.digests(*(finished / name for name in ("best", "checkpoints", "eval", "export")))
     out, _ = place.finish(place.words("whole", "log.wandb=true"))
     said = out.splitlines()
     for stage, word in (("prepare", "nothing to do"), ("capture", "already in")):
@@ -73,7 +96,7 @@ def test_the_same_call_again_skips_every_stage(place, finished: Path):
     for stage in ("train", "eval", "export"):
         assert any(line.startswith(stage) and line.endswith("skipped") for line in said), out
     folders = (finished / name for name in ("best", "checkpoints", "eval", "export"))
-    assert digests(*folders) == before
+    assert place.digests(*folders) == before
 
 
 def test_a_stage_whose_output_is_gone_is_not_skipped(tmp_path: Path):
@@ -87,12 +110,12 @@ def test_a_stage_whose_output_is_gone_is_not_skipped(tmp_path: Path):
 
 
 def test_other_settings_in_the_same_folder_are_refused(place, finished: Path):
-    before = digests(finished / "best") | digests(finished / "checkpoints")
+    before = place.digests(finished / "best") | place.digests(finished / "checkpoints")
     saved = (finished / "config.yaml").read_text()
     _, said = place.finish(place.words("whole", "optim.lr=0.5"), code=2)
     assert said.count("\n") == 1
     assert "optim.lr=0.5" in said and "optim.lr=0.001" in said and "run.name" in said
-    assert digests(finished / "best") | digests(finished / "checkpoints") == before
+    assert place.digests(finished / "best") | place.digests(finished / "checkpoints") == before
     assert (finished / "config.yaml").read_text() == saved
 
 
@@ -123,14 +146,14 @@ def test_a_loss_that_is_not_finite_ends_the_job(place, killed: tuple[int, str]):
     for shard in place.folder.glob("poisoned_cache/capture-*/shards/*.safetensors"):
         poison(shard)
     run = place.run("poisoned")
-    before = digests(run / "best", run / "checkpoints")
+    before = place.digests(run / "best", run / "checkpoints")
     words = place.words("poisoned", "stages=[train]", cache="poisoned_cache")
     _, said = place.finish(words, code=1)
     assert "Traceback" not in said
     sentence = said.splitlines()[-1]
     assert sentence.startswith("optim.lr=0.001: training diverged"), said
     assert "run.name" in sentence and "step" in sentence
-    assert digests(run / "best", run / "checkpoints") == before
+    assert place.digests(run / "best", run / "checkpoints") == before
 
 
 def poison(shard: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import Normalise, RunConfig
+from conf.schema import Normalise, RunConfig, Supervise
+from data.chains import Chains
 from data.records import TTTBatch
 from train import loop
 from train.loop import row_weights
@@ -85,11 +86,12 @@ def test_two_ranks_that_were_stopped_train_the_same_curve(place, finished: Path)
 
 
 def batch(rows: int) -> TTTBatch:
-    mask = torch.zeros(1, 12, dtype=torch.bool)
-    mask[0, 2 : 2 + rows] = True
-    empty = torch.zeros(1, 12, 4)
-    ids = torch.zeros(1, 12, dtype=torch.int64)
-    return TTTBatch(ids, mask, torch.tensor([12]), empty, empty, ids, torch.zeros(1, 12))
+    """One sample with an answer of ``rows`` tokens: one row fewer at depth 0."""
+    mask = torch.zeros(12, dtype=torch.bool)
+    mask[2 : 2 + rows] = True
+    ids, states = torch.zeros(12, dtype=torch.int64), torch.zeros(12, 4)
+    chains = Chains.of(mask, torch.tensor([0, 12]), 2, Supervise.span)
+    return TTTBatch(ids, ids, states, states, ids, states[:, 0], 1, chains)
 
 
 @pytest.mark.parametrize("rule", list(Normalise))
