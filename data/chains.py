@@ -63,8 +63,13 @@ class Chains:
     def build(cls, emits: Tensor, needed: Tensor, starts: Tensor) -> "Chains":
         """emits, needed [K, T] bool: rows supervised at a step, and rows that it runs."""
         documents = document_of(starts) - 1
-        rows = [step.nonzero().flatten() for step in needed if step.any()]
-        rows = rows or [torch.zeros(1, dtype=torch.int64)]  # one idle row touches every weight
+        # A step that no chain reaches runs one idle row. So every pack calls the same layers, and
+        # ranks that shard the weights (ZeRO-3) gather them alike.
+        rows = [torch.zeros(1, dtype=torch.int64)]
+        for step in needed:
+            rows.append(step.nonzero().flatten() if step.any() else rows[-1][:1])
+        rows = rows[1:]
+        fed = [(step + k).clamp_max(needed.shape[1] - 1) for k, step in enumerate(rows)]
         supervised = emits.nonzero()  # [P, 2]: step, row; by step
         depths, places = supervised[:, 0], supervised[:, 1]
         targets, inverse, sizes = (places + 1 + depths).unique(
@@ -73,10 +78,13 @@ class Chains:
         by_size = sizes.argsort(descending=True, stable=True)
         order = inverse_of(by_size)[inverse].argsort(stable=True)  # by target, then by step
         sizes, counts = sizes[by_size], emits.sum(1).tolist()
-        near = torch.cat([step + k for k, step in enumerate(rows)]).unique()
+        near, tokens = torch.cat(fed).unique(return_inverse=True)
+        tokens = tokens.split([len(step) for step in rows])
         slots = inverse_of(order).split(counts)
         return cls(
-            steps=[step_of(k, rows, emits[k], slots[k], near, starts) for k in range(len(rows))],
+            steps=[
+                step_of(k, rows, emits[k], slots[k], tokens[k], starts) for k in range(len(rows))
+            ],
             near=near,
             targets=targets[by_size],
             targets_of=torch.repeat_interleave(torch.arange(len(targets)), sizes),
@@ -99,7 +107,7 @@ def moved(item, move):
 
 
 def step_of(
-    k: int, rows: list[Tensor], emits: Tensor, slots: Tensor, near: Tensor, starts: Tensor
+    k: int, rows: list[Tensor], emits: Tensor, slots: Tensor, tokens: Tensor, starts: Tensor
 ) -> ChainStep:
     """Step ``k`` of chains that run ``rows`` [R] by step; ``emits`` [T] says which rows emit."""
     now, before = rows[k], rows[max(k - 1, 0)]
@@ -109,7 +117,7 @@ def step_of(
         kept=None if len(now) == len(before) else torch.searchsorted(before, now),
         rows=now,
         positions=now - firsts + k,
-        tokens=torch.searchsorted(near, now + k),
+        tokens=tokens,
         emits=None if len(emitting) == len(now) else emitting,
         slots=slots,
         runs=Runs.of(now, starts),

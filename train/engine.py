@@ -1,19 +1,27 @@
 """The DeepSpeed engine around the training-time test: the one file that knows DeepSpeed."""
 
-import math
+import re
+from contextlib import ExitStack
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import deepspeed
 import torch
-from torch import Tensor
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor, nn
+from torch.serialization import safe_globals
 
 from conf.runtime import RankInfo
-from conf.schema import ConfigError, OptimSection, Precision, RunConfig
+from conf.schema import ConfigError, Precision, RunConfig
 from data.records import TTTBatch
 from train.ttt import TrainingTimeTest, TTTOutput
 
 TAG = "engine"  # name of DeepSpeed's folder inside a checkpoint
+STATE_CLASSES = [LossScaler, ZeroStageEnum, fragment_address]  # in its files, beside plain values
+WAY_OUT = "delete its checkpoint folder, and the run goes on from the one before"
 
 
 def skip_cpu_build() -> None:
@@ -21,17 +29,15 @@ def skip_cpu_build() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def micro_batches(optim: OptimSection, world_size: int) -> int:
-    """Forward passes a rank makes for one optimizer step: the accumulation that follows."""
-    return math.ceil(math.ceil(optim.batch_size / world_size) / optim.micro_batch_size)
+def deepspeed_config(cfg: RunConfig) -> dict[str, Any]:
+    """DeepSpeed's own document; Eyrie's knobs fill it so that no number is written twice.
 
-
-def deepspeed_config(cfg: RunConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's own document; Eyrie's knobs fill it so that no number is written twice."""
-    accumulation = micro_batches(cfg.optim, world_size)
+    Windows differ in their number of micro-batches, so Engine.backward says which one is the
+    last, and the two batch sizes here are ones that scale nothing.
+    """
     filled = {
-        "train_micro_batch_size_per_gpu": cfg.optim.micro_batch_size,
-        "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.optim.clip,
         "bf16": {"enabled": cfg.engine.precision is Precision.bfloat16},
         "zero_allow_untested_optimizer": True,
@@ -42,20 +48,38 @@ def deepspeed_config(cfg: RunConfig, world_size: int) -> dict[str, Any]:
     return {**given, **filled, "zero_optimization": zero}
 
 
+class Whole(nn.Module):
+    """The training-time test as DeepSpeed wraps it: what it returns are plain tensors.
+
+    Stage 3 brings weights back for the backward through hooks on a module's outputs, and looks for
+    tensors in tuples alone. The weights that the test takes without calling their module (slices
+    of projections, the head) hang on this one, so the test's own hooks are passed by.
+    """
+
+    def __init__(self, test: TrainingTimeTest):
+        super().__init__()
+        self.test = test
+
+    def forward(self, batch: TTTBatch, row_weights: Tensor | None, own: int = 0):
+        output = self.test.forward(batch, row_weights, own)
+        return output if own else tuple(vars(output).values())
+
+
 class Engine:
     """Forward, backward and step on windows of micro-batches, with exact normalisation."""
 
     def __init__(self, cfg: RunConfig, module: TrainingTimeTest, ranks: RankInfo):
-        self.world_size = ranks.world_size
-        self.accumulation = micro_batches(cfg.optim, ranks.world_size)
+        self.world_size, self.is_main = ranks.world_size, ranks.is_main
         self.stage = cfg.engine.zero_stage
         if not torch.cuda.is_available():
             skip_cpu_build()
         self.module = module
         trainable = [p for p in module.parameters() if p.requires_grad]
+        self.trainable = sum(p.numel() for p in trainable)  # now: stage 3 empties parameters
+        self.frozen = sum(p.numel() for p in module.parameters()) - self.trainable
         optimizer = torch.optim.AdamW(
             trainable,
-            lr=cfg.optim.lr,
+            lr=0.0,  # step() sets it
             betas=(cfg.optim.betas[0], cfg.optim.betas[1]),
             eps=cfg.optim.eps,
             weight_decay=cfg.optim.weight_decay,
@@ -63,12 +87,18 @@ class Engine:
         )
         initialize: Any = deepspeed.initialize  # its annotations are narrower than what it takes
         self.engine, self.optimizer, _, _ = initialize(
-            model=module,
+            model=Whole(module),
             model_parameters=trainable,
             optimizer=optimizer,
-            config=deepspeed_config(cfg, ranks.world_size),
+            config=deepspeed_config(cfg),
             dist_init_required=False,
         )
+        self.engine.checkpoint_engine.load = read_weights
+        self.window, self.first = ExitStack(), True  # of the micro-batches of one step
+        # At stage 0 in bf16 DeepSpeed makes a step without gradients to allocate the moments; Adam
+        # would count it, and its first real update would be a quarter too small.
+        if self.stage == 0 and self.dtype is torch.bfloat16:
+            optimizer.state.clear()
         # DeepSpeed clips plain fp32 gradients without keeping their norm.
         self.normless = trainable if self.stage == 0 and self.dtype is torch.float32 else []
 
@@ -81,7 +111,7 @@ class Engine:
         return next(self.module.draft.midlayer.parameters()).dtype
 
     def __call__(self, batch: TTTBatch, row_weights: Tensor) -> TTTOutput:
-        return self.engine(batch, row_weights)
+        return TTTOutput(*self.engine(batch, row_weights))
 
     @torch.no_grad()
     def propose(self, batch: TTTBatch, depth: int) -> Tensor:
@@ -91,20 +121,31 @@ class Engine:
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate; ``last`` marks the window's last micro-batch.
 
-        The loss is already divided by the window's global count. DeepSpeed divides by the
-        accumulation and averages over ranks; both are multiplied back here.
+        The loss is already divided by the window's global count. DeepSpeed averages over ranks;
+        that is multiplied back here.
+        Stages 2 and 3 reduce gradients in the order in which they arrive, which depends on a
+        batch's rows: stage 2 then adds up those of different weights. Reduced once, after the
+        last micro-batch, they go in the order of the weights; it costs one gradient on each rank.
         """
-        self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * (self.accumulation * self.world_size))
+        if self.stage < 2:
+            self.engine.set_gradient_accumulation_boundary(last)
+        elif self.first:
+            self.window.enter_context(self.engine.coalesce_grad_reduction())
+        self.engine.backward(loss * self.world_size)
+        self.first = last
+        if last:
+            self.window.close()
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, supervised: Tensor) -> float:
         """Update the weights at learning rate ``lr`` -> the gradient norm before clipping.
 
+        Where nothing was ``supervised`` ([], over all ranks), the weights stay as they are: Adam's
+        momentum would move them all the same.
         The norm is not finite when a gradient is not: DeepSpeed then skips the update, except at
         stage 0 in fp32.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr if supervised else 0.0
         gradients = [p.grad for p in self.normless if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self.engine.step()
@@ -122,12 +163,26 @@ class Engine:
         self.engine.save_checkpoint(
             str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=True
         )
+        if self.is_main:
+            for script in folder.glob("*.py"):  # DeepSpeed's converters; best/ is converted
+                script.unlink()
 
     def load(self, folder: Path) -> None:
-        """Raises ConfigError when DeepSpeed finds no whole state of its own in ``folder``."""
+        """Raises ConfigError when ``folder`` holds no whole state, or one that would run code."""
         path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
         if path is None:
-            raise ConfigError(
-                f"{folder}: holds no whole engine state; delete it, and the run goes on from the "
-                "checkpoint before"
-            )
+            raise ConfigError(f"{folder}: holds no whole engine state; {WAY_OUT}")
+
+
+def read_weights(path: str, map_location: Any = None) -> Any:
+    """Tensors and plain values of one of DeepSpeed's files; nothing that it names is run.
+
+    DeepSpeed's own reader unpickles anything. Raises ConfigError when torch cannot take the file.
+    """
+    try:
+        with safe_globals(STATE_CLASSES):
+            return torch.load(path, map_location, weights_only=True)
+    except (UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        wrong = f"asks to run {asked[1]}, which was refused" if asked else "cannot be read"
+        raise ConfigError(f"{path}: {wrong}; {WAY_OUT}") from error

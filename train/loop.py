@@ -3,7 +3,7 @@
 import json
 import math
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from conf.runtime import (
     write_atomically,
 )
 from conf.schema import ConfigError, JobError, Normalise, OptimSection, Precision, RunConfig
-from data.distributed import pick_device, sum_over_ranks
+from data.distributed import gather_objects, pick_device, sum_over_ranks
 from data.loader import TrainLoader, on_device
 from data.reader import ShardReader
 from data.records import PreparedData, TTTBatch
@@ -41,6 +41,7 @@ from train.engine import Engine
 from train.held_out import measure
 from train.loss import Distillation
 from train.metrics import Interval, MetricsLog, flat
+from train.stop import StopRequest
 from train.ttt import TrainingTimeTest
 
 MIN_TEACHER_AGREEMENT = 0.9  # bf16 rounding flips near-ties, other weights flip nearly all
@@ -62,9 +63,12 @@ class Schedule:
         return self.optim.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -> Path:
+def fit(
+    cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo, request: StopRequest
+) -> Path | None:
     """Train a draft head on cached states -> the folder of the best one.
 
+    None when ``request`` came true: a checkpoint holds the step that was reached.
     Raises JobError when the loss or its gradient stops being finite, and ConfigError when the
     cache is another verifier's.
     """
@@ -86,6 +90,7 @@ def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -
     describe(cfg, engine, loader.steps_per_epoch, total, state.step)
 
     interval = Interval(cfg.ttt.depth, device)
+    interval.take_up(state.pending, ranks.rank)
     step, best_tau, best_step = state.step, state.best_tau, state.best_step
 
     with closing(MetricsLog(cfg, folder, ranks, total)) as log:
@@ -93,13 +98,14 @@ def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -
         for window in loader.windows(start_step=step):
             # ---- one training step -------------------------------------------------------------
             batches = [on_device(batch, device, engine.dtype) for batch in window.batches]
-            weights = row_weights(cfg, batches)
-            for i, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            shares = row_weights(cfg, batches, request.asked)
+            for i, (batch, weight) in enumerate(zip(batches, shares.weights, strict=True)):
                 output = engine(batch, weight)
                 engine.backward(output.loss, last=i == len(batches) - 1)
                 interval.add(output, len(batch.input_ids))
-            norm = engine.step(schedule.lr(step))
+            norm = engine.step(schedule.lr(step), shares.total)
             step += 1
+            stops = bool(shares.stops)
             refuse_non_finite(cfg, {"grad_norm": norm}, step)
             log.bar.update(1)
             # --------------------------------------------------------------------------------------
@@ -115,11 +121,20 @@ def fit(cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo) -
                 if report.tau > best_tau or (step == total and not best_step):
                     best_tau, best_step = report.tau, step
                     keep_best(folder / "best", engine, report, ranks)
-            if saves:
-                kept = TrainState(step, best_tau, best_step, ranks.world_size, fresh.fingerprint)
-                checkpoints.save(engine, kept)
+            if saves or stops:
+                pending = [] if saves else gather_objects(interval.pending())
+                kept = replace(fresh, step=step, best_tau=best_tau, best_step=best_step)
+                checkpoints.save(engine, replace(kept, pending=pending))
             if saves or measures:
                 interval.restart()  # their time is no training time
+            if stops:
+                break
+    if request.by_any_rank(device):
+        say(
+            f"stopped at step {step} of {total}, as SIGTERM asked; the same command goes on from "
+            f"{checkpoints.at(step)}"
+        )
+        return None
     say(f"best held-out tau {best_tau:.3f} at step {best_step}: {folder / 'best'}")
     return folder / "best"
 
@@ -172,18 +187,28 @@ def curve_fingerprint(cfg: RunConfig, states: str) -> str:
     )  # fmt: skip
 
 
-def row_weights(cfg: RunConfig, batches: list[TTTBatch]) -> list[Tensor]:
-    """What one supervised row of each sample adds to the loss, [B] a batch.
+@dataclass(frozen=True)
+class WindowShares:
+    """What a rank needs of the others in one window, after its one reduction."""
+
+    weights: list[Tensor]  # [B] a batch: what one supervised row of each sample adds to the loss
+    total: Tensor  # []: rows at depth 0, or samples with any, over all ranks and batches
+    stops: Tensor  # []: ranks that were asked to stop
+
+
+def row_weights(cfg: RunConfig, batches: list[TTTBatch], asked: bool = False) -> WindowShares:
+    """Weights by loss.normalise; ``asked``, the wish to stop, rides in the same reduction.
 
     token: 1/N, N the rows at depth 0 over all ranks and the whole window. sequence: 1/(S*N_i),
     S the samples with supervision, N_i the rows of sample i.
     """
     counts = [b.chains.roots.float() for b in batches]
-    if cfg.loss.normalise is Normalise.token:
-        whole = sum_over_ranks(torch.stack([count.sum() for count in counts]).sum())
-        return [torch.ones_like(count) / whole.clamp_min(1) for count in counts]
-    whole = sum_over_ranks(torch.stack([(count > 0).sum() for count in counts]).sum())
-    return [1 / (count.clamp_min(1) * whole.clamp_min(1)) for count in counts]
+    by_token = cfg.loss.normalise is Normalise.token
+    mine = torch.cat(counts).sum() if by_token else (torch.cat(counts) > 0).sum().float()
+    total, stops = sum_over_ranks(torch.stack([mine, torch.full_like(mine, float(asked))]))
+    whole = total.clamp_min(1)
+    ones = [torch.ones_like(count) if by_token else count.clamp_min(1) for count in counts]
+    return WindowShares([1 / (count * whole) for count in ones], total, stops)
 
 
 def refuse_non_finite(cfg: RunConfig, figures: dict, step: int) -> None:
@@ -213,11 +238,8 @@ def keep_best(folder: Path, engine: Engine, report: AcceptanceReport, ranks: Ran
 
 
 def describe(cfg: RunConfig, engine: Engine, steps: int, total: int, start: int) -> None:
-    draft = engine.module.draft
-    trainable = sum(p.numel() for p in draft.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in draft.parameters() if not p.requires_grad)
     say(
-        f"training {trainable / 1e6:.1f}M parameters ({frozen / 1e6:.1f}M frozen), depth "
+        f"training {engine.trainable:,} parameters ({engine.frozen:,} frozen), depth "
         f"{cfg.ttt.depth}, {total} steps of {cfg.optim.batch_size} samples "
         f"({steps} an epoch), ZeRO-{engine.stage} {cfg.engine.precision.value}"
         + (f", resumed at step {start}" if start else "")

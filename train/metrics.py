@@ -34,6 +34,17 @@ class Interval:
     def restart(self) -> None:
         self.started = time.perf_counter()
 
+    def pending(self) -> list[float]:
+        """This rank's sums so far, for a checkpoint between two reports."""
+        return [*self.totals.flatten().tolist(), float(self.tokens)]
+
+    def take_up(self, pending: list[list[float]], rank: int) -> None:
+        """Go on from what ``pending`` gave on each rank; an empty list is a start at zero."""
+        if pending:
+            *totals, tokens = pending[rank]
+            self.totals.copy_(torch.tensor(totals, dtype=torch.float64).view_as(self.totals))
+            self.tokens.fill_(tokens)
+
     def close(self, decay: float) -> dict[str, float | list[float]]:
         """Reduce over ranks once and start anew -> loss, loss and accuracy by depth, tokens/s."""
         flat = sum_over_ranks(torch.cat([self.totals.flatten(), self.tokens[None]]))

@@ -31,6 +31,7 @@ from models.export.card import DataFacts
 from models.export.vllm import export_run
 from models.verifier import load_facts
 from train.loop import curve_fingerprint, fit
+from train.stop import StopRequest
 
 
 def run_stages(cfg: RunConfig) -> None:
@@ -61,7 +62,10 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
         if trained:
             say(f"train: {folder / 'best'} is there and fits; skipped")
         else:
-            fit(cfg, prepared, cached, ranks)
+            with StopRequest() as request:
+                best = fit(cfg, prepared, cached, ranks, request)
+            if best is None:
+                return  # asked to stop: what comes next would be measured on half a training
             done.add("train", curve, ranks)
     if ranks.is_main:  # the others wait at the barrier
         head = fingerprint(curve, text_of(folder / "best" / "acceptance.json"))

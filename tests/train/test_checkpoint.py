@@ -64,6 +64,35 @@ def test_half_a_checkpoint_is_not_resumed(checkpoints: Checkpoints):
     assert checkpoints.resume(engine, FRESH) == replace(FRESH, step=20, best_tau=2.0)
 
 
+@pytest.mark.parametrize("harm", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_set_aside(checkpoints: Checkpoints, harm: str, capsys):
+    save_all(checkpoints, 10, 20)
+    weights = checkpoints.at(20) / "weights"
+    weights.write_text("who") if harm == "cut" else weights.unlink()
+    engine = FakeEngine()
+    assert checkpoints.resume(engine, FRESH).step == 10
+    assert engine.loaded == [checkpoints.at(10)]
+    (said,) = capsys.readouterr().out.splitlines()
+    assert (
+        f"weights has {3 if harm == 'cut' else 0} of 5 bytes" in said and "before is taken" in said
+    )
+    save_all(checkpoints, 15)  # it does not count among the kept ones
+    assert [path.name for path in checkpoints.whole()] == ["step-00000010", "step-00000015"]
+    assert (checkpoints.folder / ".damaged-step-00000020").is_dir()
+
+
+def test_with_no_sound_checkpoint_left_training_starts_anew(checkpoints: Checkpoints):
+    save_all(checkpoints, 10)
+    (checkpoints.at(10) / "weights").unlink()
+    assert checkpoints.resume(FakeEngine(), FRESH) == FRESH
+
+
+def test_unreported_sums_come_back_as_they_were(checkpoints: Checkpoints):
+    state = replace(FRESH, step=5, pending=[[0.1 + 0.2, 1e-300], [3.0, 1 / 3]])
+    checkpoints.save(FakeEngine(), state)
+    assert checkpoints.resume(FakeEngine(), FRESH) == state
+
+
 def test_without_a_checkpoint_training_starts_anew(checkpoints: Checkpoints):
     engine = FakeEngine()
     assert checkpoints.resume(engine, FRESH) == FRESH and engine.loaded == []

@@ -1,17 +1,15 @@
 """The job as people start it: real processes, from conversations to an exported head."""
 
-import hashlib
 import json
-import os
+import math
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from conf.compose import from_command_line, load_config
 from conf.runtime import RankInfo
@@ -20,100 +18,11 @@ from data.manifest import manifest_file
 from data.prepare import find_prepared
 from train.loop import fit
 from train.stages import Stamps
-
-ROOT = Path(__file__).resolve().parents[2]
-MAIN = str(ROOT / "train" / "main.py")
-STEPS, SAVE_EVERY = 24, 8
-SETTINGS = f"""
-data=jsonl data.max_length=96 data.valid_share=0.2 draft.vocab_size=64 ttt.depth=2
-verifier.aux_layers=null verifier.dtype=float32 engine.threads=1
-optim.batch_size=4 optim.micro_batch_tokens=192 optim.epochs=20 optim.max_steps={STEPS}
-log.every=3 log.valid_every=4 log.save_every={SAVE_EVERY}
-eval.max_prompts=2 eval.max_new_tokens=8 eval.speed_prompts=1 eval.n_sweep=[1] eval.n_draft=2
-eval.valid_depth=2 eval.bootstrap=20
-""".split()
-
-
-@dataclass(frozen=True)
-class Place:
-    """A folder with conversations, prompts, runs and a cache."""
-
-    folder: Path
-    verifier: Path
-
-    def words(self, name: str, *more: str, cache: str = "cache") -> list[str]:
-        return [
-            f"verifier.path={self.verifier}",
-            f"data.path={self.folder / 'answers.jsonl'}",
-            f"eval.prompts={self.folder / 'prompts.jsonl'}",
-            f"run.root={self.folder / 'runs'}",
-            f"run.cache={self.folder / cache}",
-            f"run.name={name}",
-            *SETTINGS,
-            *more,
-        ]
-
-    def run(self, name: str) -> Path:
-        return self.folder / "runs" / name
-
-    def start(self, words: list[str], ranks: int = 0, **env: str) -> subprocess.Popen[str]:
-        """Start the job outside the checkout; ``ranks`` > 0 goes through torchrun."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [sys.executable, *(torchrun if ranks else []), MAIN, *words]
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env={**kept, "HOME": str(self.folder), **env},  # no one's login to Weights & Biases
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def finish(self, words: list[str], ranks: int = 0, code: int = 0) -> tuple[str, str]:
-        """Run to the end, require the exit code -> standard output and standard error."""
-        with self.start(words, ranks) as process:
-            out, err = process.communicate()
-        assert process.returncode == code, err[-3000:]
-        return out, err
-
-
-def digests(*folders: Path) -> dict[str, str]:
-    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def lines_of(run: Path) -> list[dict]:
-    """metrics.jsonl without the one figure that is a time."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+from train.stop import StopRequest
 
 
 @pytest.fixture(scope="module")
-def place(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    folder = tmp_path_factory.mktemp("job")
-    rows = []
-    for i in range(24):
-        turns = [
-            {"role": "user", "content": f"count to {i % 7}"},
-            {"role": "assistant", "content": " ".join(str(n) for n in range(5 + i % 7)) + " done"},
-        ]
-        rows.append({"id": f"c{i}", "messages": turns, "greedy": i % 2 == 0})
-    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = [{"id": f"p{i}", "task": "count", "turns": [f"count to {i}"]} for i in (3, 4)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    return Place(folder, tiny_verifier)
-
-
-@pytest.fixture(scope="module")
-def finished(place: Place) -> Path:
-    """The run folder of a job that went through all its stages."""
-    place.finish(place.words("whole", "log.wandb=true"))
-    return place.run("whole")
-
-
-@pytest.fixture(scope="module")
-def killed(place: Place, finished: Path) -> tuple[int, str]:
+def killed(place, finished: Path) -> tuple[int, str]:
     """Runs ``killed`` and ``poisoned``, both as a kill in the middle of training leaves them.
 
     Before the kill the job is stopped, and a second one is started on its folder; what comes
@@ -133,7 +42,7 @@ def killed(place: Place, finished: Path) -> tuple[int, str]:
     return second.returncode, said
 
 
-def test_the_whole_job_leaves_all_its_files(place: Place, finished: Path):
+def test_the_whole_job_leaves_all_its_files(place, finished: Path):
     expected = (
         "config.yaml provenance.json metrics.jsonl train.log best/draft.safetensors "
         "best/draft.json best/acceptance.json eval/report.json eval/report.md eval/acceptance.png "
@@ -142,9 +51,9 @@ def test_the_whole_job_leaves_all_its_files(place: Place, finished: Path):
     )
     assert not [name for name in expected.split() if not (finished / name).is_file()]
     kept = sorted(path.name for path in (finished / "checkpoints").iterdir())
-    assert kept == [f"step-{step:08d}" for step in (STEPS - SAVE_EVERY, STEPS)]
-    rows = lines_of(finished)
-    assert rows[-1]["step"] == STEPS and "held_out" in rows[-1]
+    assert kept == [f"step-{step:08d}" for step in (place.STEPS - place.SAVE_EVERY, place.STEPS)]
+    rows = place.lines("whole")
+    assert rows[-1]["step"] == place.STEPS and "held_out" in rows[-1]
     curve = [row["loss"] for row in rows if "loss" in row]
     assert curve[-1] < curve[0]
     assert list(finished.glob("wandb/offline-run-*"))
@@ -152,8 +61,34 @@ def test_the_whole_job_leaves_all_its_files(place: Place, finished: Path):
     assert "best held-out tau" in (finished / "train.log").read_text()
 
 
-def test_the_same_call_again_skips_every_stage(place: Place, finished: Path):
-    before = digests(*(finished / name for name in ("best", "checkpoints", "eval", "export")))
+def test_a_checkpoint_holds_the_draft_and_its_optimizer_alone(place, finished: Path):
+    folder = finished / "checkpoints" / f"step-{place.STEPS:08d}"
+    with safe_open(finished / "best" / "draft.safetensors", "pt") as file:
+        draft = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    frozen = math.prod(draft.pop("embed_tokens.weight"))
+    (model,) = folder.glob("engine/*model_states.pt")
+    held = torch.load(model)["module"]
+    assert {name.removeprefix("test.draft.") for name in held} == set(draft)  # d2t, t2d: the map
+    trained = sum(math.prod(shape) for name, shape in draft.items() if name not in ("d2t", "t2d"))
+    said = (finished / "train.log").read_text()
+    assert f"training {trained:,} parameters ({frozen:,} frozen)" in said
+    # bf16 weights; fp32 masters and two moments; the map.
+    due = trained * (2 + 3 * 4) + 8 * draft["d2t"][0] + draft["t2d"][0]
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert due < size < 1.2 * due
+    state = json.loads((folder / "state.json").read_text())
+    assert state["state"]["step"] == place.STEPS  # data order and schedule follow from it
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert set(state["files"]) == names - {"state.json"}
+    assert all(name.endswith("_states.pt") for name in state["files"])
+
+
+def test_training_leaves_the_verifier_as_it_was(place, finished: Path):
+    assert place.digests(place.verifier) == place.verifier_files
+
+
+def test_the_same_call_again_skips_every_stage(place, finished: Path):
+    before = place.digests(*(finished / name for name in ("best", "checkpoints", "eval", "export")))
     out, _ = place.finish(place.words("whole", "log.wandb=true"))
     said = out.splitlines()
     for stage, word in (("prepare", "nothing to do"), ("capture", "already in")):
@@ -161,7 +96,7 @@ def test_the_same_call_again_skips_every_stage(place: Place, finished: Path):
     for stage in ("train", "eval", "export"):
         assert any(line.startswith(stage) and line.endswith("skipped") for line in said), out
     folders = (finished / name for name in ("best", "checkpoints", "eval", "export"))
-    assert digests(*folders) == before
+    assert place.digests(*folders) == before
 
 
 def test_a_stage_whose_output_is_gone_is_not_skipped(tmp_path: Path):
@@ -174,13 +109,13 @@ def test_a_stage_whose_output_is_gone_is_not_skipped(tmp_path: Path):
     assert not done.has("eval", "mark", tmp_path / "eval", tmp_path / "best")
 
 
-def test_other_settings_in_the_same_folder_are_refused(place: Place, finished: Path):
-    before = digests(finished / "best") | digests(finished / "checkpoints")
+def test_other_settings_in_the_same_folder_are_refused(place, finished: Path):
+    before = place.digests(finished / "best") | place.digests(finished / "checkpoints")
     saved = (finished / "config.yaml").read_text()
     _, said = place.finish(place.words("whole", "optim.lr=0.5"), code=2)
     assert said.count("\n") == 1
     assert "optim.lr=0.5" in said and "optim.lr=0.001" in said and "run.name" in said
-    assert digests(finished / "best") | digests(finished / "checkpoints") == before
+    assert place.digests(finished / "best") | place.digests(finished / "checkpoints") == before
     assert (finished / "config.yaml").read_text() == saved
 
 
@@ -191,36 +126,34 @@ def test_a_running_job_keeps_its_folder(killed: tuple[int, str]):
 
 
 def test_a_killed_job_goes_on_as_if_nothing_had_happened(
-    place: Place, finished: Path, killed: tuple[int, str]
+    place, finished: Path, killed: tuple[int, str]
 ):
     run = place.run("killed")
-    torn = run / "checkpoints" / f"step-{STEPS:08d}"  # no state.json: not whole
-    leftover = run / "checkpoints" / f".writing-{STEPS - 1:08d}"
+    torn = run / "checkpoints" / f"step-{place.STEPS:08d}"  # no state.json: not whole
+    leftover = run / "checkpoints" / f".writing-{place.STEPS - 1:08d}"
     for folder in (torn, leftover):
         (folder / "engine").mkdir(parents=True)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')
     out, _ = place.finish(place.words("killed", "stages=[train]"))
     assert "resumed at step" in out
-    assert lines_of(run) == lines_of(finished)
-    for name in ("draft.safetensors", "draft.json", "acceptance.json"):
-        assert (run / "best" / name).read_bytes() == (finished / "best" / name).read_bytes(), name
+    place.assert_same_training("killed", "whole")
     assert not leftover.exists() and (torn / "state.json").is_file()
 
 
-def test_a_loss_that_is_not_finite_ends_the_job(place: Place, killed: tuple[int, str]):
+def test_a_loss_that_is_not_finite_ends_the_job(place, killed: tuple[int, str]):
     shutil.copytree(place.folder / "cache", place.folder / "poisoned_cache")
     for shard in place.folder.glob("poisoned_cache/capture-*/shards/*.safetensors"):
         poison(shard)
     run = place.run("poisoned")
-    before = digests(run / "best", run / "checkpoints")
+    before = place.digests(run / "best", run / "checkpoints")
     words = place.words("poisoned", "stages=[train]", cache="poisoned_cache")
     _, said = place.finish(words, code=1)
     assert "Traceback" not in said
     sentence = said.splitlines()[-1]
     assert sentence.startswith("optim.lr=0.001: training diverged"), said
     assert "run.name" in sentence and "step" in sentence
-    assert digests(run / "best", run / "checkpoints") == before
+    assert place.digests(run / "best", run / "checkpoints") == before
 
 
 def poison(shard: Path) -> None:
@@ -232,7 +165,7 @@ def poison(shard: Path) -> None:
     shard.write_bytes(content)
 
 
-def test_states_of_another_verifier_are_refused(place: Place, finished: Path, tmp_path: Path):
+def test_states_of_another_verifier_are_refused(place, finished: Path, tmp_path: Path):
     cfg = load_config(place.words("whole"))
     (cached,) = place.folder.glob("cache/capture-*")
     shutil.copytree(cached, tmp_path / "cached")
@@ -240,11 +173,11 @@ def test_states_of_another_verifier_are_refused(place: Place, finished: Path, tm
     entries = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**entries, "verifier": "0123456789abcdef"}))
     with pytest.raises(ConfigError) as caught:
-        fit(cfg, find_prepared(cfg), tmp_path / "cached", RankInfo(0, 1, 0))
+        fit(cfg, find_prepared(cfg), tmp_path / "cached", RankInfo(0, 1, 0), StopRequest())
     assert "0123456789abcdef" in str(caught.value) and entries["verifier"] in str(caught.value)
 
 
-def test_a_sweep_inside_a_job_is_refused(place: Place):
+def test_a_sweep_inside_a_job_is_refused(place):
     _, said = place.finish(["-m", "ttt.depth=1,3"], ranks=1, code=1)  # torchrun's own code
     assert "use python -m launch.sweep" in said.splitlines()[0]
     with pytest.raises(ConfigError, match=r"^sweep=ttt_depth: .*launch\.sweep sweep=ttt_depth"):
@@ -252,11 +185,11 @@ def test_a_sweep_inside_a_job_is_refused(place: Place):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_same_curve_as_one(place: Place, finished: Path):
+def test_two_ranks_train_the_same_curve_as_one(place, finished: Path):
     exact = ["stages=[train]", "engine.precision=float32"]
     place.finish(place.words("alone", *exact))
     place.finish(place.words("pair", *exact), ranks=2)
-    alone, pair = lines_of(place.run("alone")), lines_of(place.run("pair"))
+    alone, pair = place.lines("alone"), place.lines("pair")
     for one, two in zip(alone, pair, strict=True):
         assert one["step"] == two["step"]
         if "loss" in one:
