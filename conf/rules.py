@@ -147,6 +147,8 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
         )
     if cfg.regenerate.samples < 0:
         yield f"regenerate.samples={cfg.regenerate.samples}: must not be negative; try 0"
+    if cfg.log.breakdown < 0:
+        yield f"log.breakdown={cfg.log.breakdown}: must not be negative; try log.breakdown=10"
     if cfg.regenerate.samples and cfg.regenerate.temperature == 0:
         yield (
             "regenerate.temperature=0: samples at temperature 0 are copies of the greedy answer; "

@@ -173,6 +173,7 @@ class EngineSection:
     precision: Precision = Precision.bfloat16  # bfloat16 keeps float32 masters
     zero_stage: int = 1  # DeepSpeed ZeRO stage 0..3
     attention: DraftAttentionKind = DraftAttentionKind.auto  # kernel of the draft's attention
+    compile: bool = False  # torch.compile around the products; on a CPU it needs a C++ compiler
     recompute: bool = False  # keep an unroll step's ends only: less memory, a third more time
     threads: int | None = None  # CPU threads a rank; null: cores divided by local ranks
     deepspeed: dict[str, Any] = field(default_factory=dict)  # passed through to DeepSpeed as it is
@@ -183,6 +184,7 @@ class LogSection:
     every: int = 10  # steps between two metric lines
     valid_every: int = 100  # steps between two held-out acceptance runs
     save_every: int = 200  # steps between two checkpoints
+    breakdown: int = 0  # steps whose time is printed part by part, early in a run; 0: none
     keep: int = 2  # checkpoints kept, the best head apart
     wandb: bool = False  # also log to Weights & Biases (offline unless logged in)
     project: str = "eyrie"  # its project

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.marks import part
 from models.memory import Memory
 from models.rope import Rope, Rotary, Rotation
 
@@ -131,5 +132,7 @@ class MidLayer(nn.Module):
         if not known:
             self.self_attn.remember(share, states, rotation, memory)
         residual = states if self.normed else hidden
-        residual = residual + self.self_attn(share, states, rotation, memory)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+        with part("attention"):
+            residual = residual + self.self_attn(share, states, rotation, memory)
+        with part("mlp"):
+            return residual + self.mlp(self.post_attention_layernorm(residual))

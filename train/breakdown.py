@@ -4,31 +4,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from conf.runtime import say
+from models.marks import PARTS, PREFIX, part
 
 WARM_UP = 3  # steps that are not counted: first allocations, compilation, the loader's start
-# The parts of a step in the order of their work, and those that are inside another.
-PARTS = {
-    "data": "waiting for the loader",
-    "transfer": "batch to the device",
-    "forward": "forward, of which",
-    "keys": "  fuse, step-0 keys and values",
-    "attention": "  attention and its projections",
-    "mlp": "  MLP",
-    "loss": "  draft head, teacher and loss, with their gradient",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "communication": "of all this, communication between ranks",
-}
-WIRE = ("gloo:", "nccl:", "c10d::")  # how torch.distributed names what it sends
-
-
-def part(name: str) -> AbstractContextManager:
-    """Marks what runs inside as one part of the step; costs a microsecond when nobody looks."""
-    assert name in PARTS, name
-    return record_function(f"eyrie/{name}")
+WIRE = ("gloo:", "nccl:")  # how torch.distributed names what it sends
 
 
 class Breakdown:
@@ -37,7 +19,7 @@ class Breakdown:
     def __init__(self, steps: int, device: torch.device):
         self.steps = steps
         self.on_gpu = device.type == "cuda"
-        self.profiler: AbstractContextManager = nullcontext()
+        self.profiler: profile | None = None
         if steps:
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if self.on_gpu else []
@@ -47,36 +29,33 @@ class Breakdown:
                 on_trace_ready=self.show,
             )
 
-    def __enter__(self) -> "Breakdown":
-        self.profiler.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.profiler.__exit__(*error)
+    def watching(self) -> AbstractContextManager:
+        return self.profiler or nullcontext()
 
     def watched(self, windows: Iterator) -> Iterator:
-        """``windows`` with the waiting for each marked as data, and a step counted at each."""
+        """``windows`` with the waiting for each marked as data, and a step counted after each."""
         while True:
             with part("data"):
                 window = next(windows, None)
             if window is None:
                 return
             yield window
-            if isinstance(self.profiler, profile):
+            if self.profiler is not None:
                 self.profiler.step()
 
     def show(self, profiler: profile) -> None:
-        """Print milliseconds a step and shares, by part."""
-        spent = dict.fromkeys(PARTS, 0.0)
+        """Print milliseconds a step and shares, by part. On CUDA a part has the time of the kernels
+        started inside it."""
+        spent, wire = dict.fromkeys(PARTS, 0.0), 0.0
         for event in profiler.key_averages():
-            name = event.key.removeprefix("eyrie/")
+            micro = event.device_time_total if self.on_gpu else 0.0
+            milliseconds = (micro or event.cpu_time_total) / 1e3 / self.steps
             if event.key.startswith(WIRE):
-                name = "communication"
-            elif name == event.key:
-                continue
-            # A marked range has the time of the kernels that were started inside it.
-            micro = event.device_time_total if self.on_gpu else event.cpu_time_total
-            spent[name] += (micro or event.cpu_time_total) / 1e3 / self.steps
-        whole = sum(ms for name, ms in spent.items() if not PARTS[name].startswith((" ", "of all")))
-        rows = [f"  {PARTS[n]:<52}{ms:9.1f} ms {ms / whole:6.1%}" for n, ms in spent.items()]
-        say(f"where a step's {whole:.1f} ms go, mean of {self.steps} steps:\n" + "\n".join(rows))
+                wire += milliseconds
+            elif event.key.startswith(PREFIX):
+                spent[event.key.removeprefix(PREFIX)] += milliseconds
+        whole = sum(ms for name, ms in spent.items() if not PARTS[name].startswith(" "))
+        rows = [(PARTS[name], ms) for name, ms in spent.items()]
+        rows.append(("of all this, exchanged between ranks", wire))
+        lines = [f"  {words:<53}{ms:9.1f} ms {ms / whole:6.1%}" for words, ms in rows]
+        say(f"where a step's {whole:.1f} ms go, mean of {self.steps} steps:\n" + "\n".join(lines))

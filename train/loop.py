@@ -28,6 +28,7 @@ from models.bundled import resolve
 from models.draft_file import CONFIG, save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.kernels import choose_kernel
+from models.marks import part
 from models.verifier import (
     VerifierEnds,
     load_ends,
@@ -36,6 +37,7 @@ from models.verifier import (
     weights_fingerprint,
 )
 from models.vocab import DraftVocab
+from train.breakdown import Breakdown
 from train.checkpoint import Checkpoints, TrainState
 from train.engine import Engine
 from train.held_out import measure
@@ -93,17 +95,22 @@ def fit(
     interval.take_up(state.pending, ranks.rank)
     step, best_tau, best_step = state.step, state.best_tau, state.best_step
 
-    with closing(MetricsLog(cfg, folder, ranks, total)) as log:
+    breakdown = Breakdown(cfg.log.breakdown, device)
+    with closing(MetricsLog(cfg, folder, ranks, total)) as log, breakdown.watching():
         log.truncate(state.step)
-        for window in loader.windows(start_step=step):
+        for window in breakdown.watched(loader.windows(start_step=step)):
             # ---- one training step -------------------------------------------------------------
-            batches = [on_device(batch, device, engine.dtype) for batch in window.batches]
+            with part("transfer"):
+                batches = [on_device(batch, device, engine.dtype) for batch in window.batches]
             shares = row_weights(cfg, batches, request.asked)
             for i, (batch, weight) in enumerate(zip(batches, shares.weights, strict=True)):
-                output = engine(batch, weight)
-                engine.backward(output.loss, last=i == len(batches) - 1)
+                with part("forward"):
+                    output = engine(batch, weight)
+                with part("backward"):
+                    engine.backward(output.loss, last=i == len(batches) - 1)
                 interval.add(output, len(batch.input_ids))
-            norm = engine.step(schedule.lr(step), shares.total)
+            with part("optimizer"):
+                norm = engine.step(schedule.lr(step), shares.total)
             step += 1
             stops = bool(shares.stops)
             refuse_non_finite(cfg, {"grad_norm": norm}, step)
@@ -159,6 +166,8 @@ def build(
     kernel = choose_kernel(cfg.engine.attention, device, dtype, config.head_dim)
     teacher = Distillation(cfg.loss.kind, head, ends.config)
     module = TrainingTimeTest(draft, teacher, cfg.ttt, kernel, cfg.engine.recompute)
+    if cfg.engine.compile:
+        module.compile_parts()
     return module.to(device)
 
 

@@ -26,10 +26,9 @@ from data.chains import ChainStep, shifted
 from data.records import TTTBatch
 from models.attention import Kernel
 from models.eagle3 import DraftOutput, Eagle3Draft
+from models.marks import part
 from models.memory import TTTMemory
 from train.loss import Distillation, grade
-
-NON_REENTRANT = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn at random
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ def unroll(
 
     ``recompute``: keep a step's states and keys only, and compute its inside again in the backward.
     """
-    opening, chains = open_unroll(draft, batch, kernel), batch.chains
+    with part("keys"):
+        opening, chains = open_unroll(draft, batch, kernel), batch.chains
     share = opening.share[chains.near]
     hidden, memory = opening.hidden[chains.steps[0].rows], opening.memory
 
@@ -80,8 +80,10 @@ def unroll(
     for k, step in enumerate(chains.steps):
         memory = memory.following(step.runs, step.kept)
         hidden = hidden if step.kept is None else hidden[step.kept]
-        if recompute:
-            output = checkpoint(advance, step, hidden, memory, k == 0, **NON_REENTRANT)
+        if recompute:  # nothing is drawn at random
+            output = checkpoint(
+                advance, step, hidden, memory, k == 0, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             output = advance(step, hidden, memory, k == 0)
         hidden = output.hidden
@@ -144,7 +146,8 @@ class TrainingTimeTest(nn.Module):
         chains = batch.chains
         steps = unroll(self.draft, batch, self.kernel, self.recompute)
         weights = row_weights[chains.documents] * self.ttt.decay ** chains.depths.to(row_weights)
-        guesses = self.distillation(self.draft, batch, steps, weights)
+        with part("loss"):
+            guesses = self.distillation(self.draft, batch, steps, weights)
         sums = guesses.losses.new_zeros(2, self.ttt.depth)
         sums[0].index_add_(0, chains.depths, guesses.losses)
         sums[1].index_add_(0, chains.depths, guesses.hits.to(sums.dtype))

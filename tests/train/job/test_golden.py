@@ -1,0 +1,31 @@
+"""The first 20 steps of the demo on its real verifier: a refactor is finished when they are equal.
+
+The stored curve is that of the plain step that the trimmed, packed and fused one replaced.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+WORDS = [
+    "stages=[prepare,capture,train]",
+    "data.max_samples=48",
+    *(f"{knob}=float32" for knob in ("verifier.dtype", "capture.dtype", "engine.precision")),
+    *(f"{knob}=20" for knob in ("optim.max_steps", "log.valid_every", "log.save_every")),
+    "optim.lr=1e-4",
+    "engine.threads=1",
+    "log.every=1",
+]
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "demo.json"
+ANSWERS = ROOT / "data" / "demo" / "answers.jsonl"
+
+
+def test_twenty_steps_of_the_demo(place, smollm2: Path, tmp_path: Path):
+    places = {"run.root": tmp_path, "run.cache": tmp_path / "cache", "data.path": ANSWERS}
+    words = [f"{knob}={path}" for knob, path in places.items()]
+    place.finish([f"verifier.path={smollm2}", *words, *WORDS])
+    lines = (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()
+    curve = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    assert curve == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-4)
