@@ -124,7 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
         of_head = torch.zeros_like(head, dtype=wide) if trains_head else None
         most = CHUNK_LOGITS[states.device.type] // len(head)
         for chunk in chunks_of(chains, most):
-            rows, weights = states[chunk.guesses], known.weights[chunk.guesses, None].to(head.dtype)
+            rows, weights = states[chunk.guesses], known.weights[chunk.guesses, None]
             teacher = known.distillation.teacher(known.batch, chains.targets[chunk.targets], draft)
             if not chunk.even:
                 teacher = teacher.repeated(chains.targets_of[chunk.guesses] - chunk.targets.start)
@@ -137,25 +137,25 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             of_logits = graded.of_logits.view(-1, len(head)).to(head.dtype)
             if of_head is not None:
-                add_product(of_head, of_logits.T, rows * weights)
+                add_product(of_head, of_logits.T, (rows * weights).to(head.dtype))
             torch.mm(of_logits, head, out=rows).mul_(weights)
-        ctx.known, ctx.states = known, states
-        ctx.of_head = None if of_head is None else of_head.to(head.dtype)
+        ctx.save_for_backward(states, None if of_head is None else of_head.to(head.dtype))
+        ctx.chains = chains
         ctx.mark_non_differentiable(losses, hits)
         return (losses * known.weights).sum(), losses, hits
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, *_):
+        states, of_head = ctx.saved_tensors
         of_steps = []
-        for step in ctx.known.batch.chains.steps:
-            of_step = ctx.states[step.slots].mul_(grad)
+        for step in ctx.chains.steps:
+            of_step = states[step.slots].mul_(grad)
             if step.emits is not None:
                 whole = of_step.new_zeros(len(step.rows), of_step.shape[1])
                 of_step = whole.index_copy_(0, step.emits, of_step)
             of_steps.append(of_step)
-        of_head = None if ctx.of_head is None else ctx.of_head * grad
-        return None, of_head, *of_steps
+        return None, None if of_head is None else of_head * grad, *of_steps
 
 
 @dataclass(frozen=True)
