@@ -42,6 +42,7 @@ class Chains:
     targets_of: Tensor  # [P] place of a guess's target in ``targets``
     depths: Tensor  # [P] step of a guess
     documents: Tensor  # [P] document of a guess
+    roots: Tensor  # [B] guesses at depth 0 of each document, by which losses are normalised
     ends: list[int]  # [M+1] where the guesses of each target begin and end
     counts: list[int]  # [K] guesses by step
 
@@ -66,47 +67,28 @@ class Chains:
         fed = [(step + k).clamp_max(needed.shape[1] - 1) for k, step in enumerate(rows)]
         supervised = emits.nonzero()  # [P, 2]: step, row; by step
         depths, places = supervised[:, 0], supervised[:, 1]
-        positions = places + 1 + depths
-        targets, inverse, sizes = positions.unique(return_inverse=True, return_counts=True)
+        targets, inverse, sizes = (places + 1 + depths).unique(
+            return_inverse=True, return_counts=True
+        )
         by_size = sizes.argsort(descending=True, stable=True)
-        ranks = torch.empty_like(by_size)
-        ranks[by_size] = torch.arange(len(by_size))
-        order = ranks[inverse].argsort(stable=True)  # of guesses: by target, then by step
-        slots = torch.empty_like(order)
-        slots[order] = torch.arange(len(order))
-        targets, sizes = targets[by_size], sizes[by_size]
-        near = torch.cat(fed).unique()
-        counts = emits.sum(1).tolist()
-        steps = []
-        for k, (step, of_step) in enumerate(zip(rows, slots.split(counts), strict=False)):
-            emitting = emits[k, step].nonzero().flatten()
-            before = rows[k - 1] if k else step
-            kept = torch.searchsorted(before, step)
-            steps.append(
-                ChainStep(
-                    kept=None if len(step) == len(before) else kept,
-                    rows=step,
-                    positions=step - starts[documents[step]] + k,
-                    tokens=torch.searchsorted(near, fed[k]),
-                    emits=None if len(emitting) == len(step) else emitting,
-                    slots=of_step,
-                    runs=Runs.of(step, starts),
-                )
-            )
+        order = inverse_of(by_size)[inverse].argsort(stable=True)  # by target, then by step
+        sizes, counts = sizes[by_size], emits.sum(1).tolist()
+        near, tokens = torch.cat(fed).unique(return_inverse=True)
+        tokens = tokens.split([len(step) for step in rows])
+        slots = inverse_of(order).split(counts)
         return cls(
-            steps=steps,
+            steps=[
+                step_of(k, rows, emits[k], slots[k], tokens[k], starts) for k in range(len(rows))
+            ],
             near=near,
-            targets=targets,
+            targets=targets[by_size],
             targets_of=torch.repeat_interleave(torch.arange(len(targets)), sizes),
             depths=depths[order],
             documents=documents[places[order]],
+            roots=torch.bincount(documents[places[depths == 0]], minlength=len(starts) - 1),
             ends=[0, *sizes.cumsum(0).tolist()],
             counts=counts,
         )
-
-    def roots(self, documents: int) -> Tensor:
-        """[B] supervised rows at depth 0 of each document, from which losses are normalised."""
-        return torch.bincount(self.documents[self.depths == 0], minlength=documents)
 
     def moved(self, move) -> "Chains":
         """The same with ``move`` applied to every tensor: to a device, into pinned memory."""
@@ -129,6 +111,31 @@ def rows_of(needed: Tensor) -> list[Tensor]:
     for step in needed:
         rows.append(step.nonzero().flatten() if step.any() else rows[-1][:1])
     return rows[1:]
+
+
+def step_of(
+    k: int, rows: list[Tensor], emits: Tensor, slots: Tensor, tokens: Tensor, starts: Tensor
+) -> ChainStep:
+    """Step ``k`` of chains that run ``rows`` [R] by step; ``emits`` [T] says which rows emit."""
+    now, before = rows[k], rows[max(k - 1, 0)]
+    emitting = emits[now].nonzero().flatten()
+    firsts = starts[torch.searchsorted(starts, now, right=True) - 1]
+    return ChainStep(
+        kept=None if len(now) == len(before) else torch.searchsorted(before, now),
+        rows=now,
+        positions=now - firsts + k,
+        tokens=tokens,
+        emits=None if len(emitting) == len(now) else emitting,
+        slots=slots,
+        runs=Runs.of(now, starts),
+    )
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The permutation that undoes ``order``."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return places
 
 
 def document_of(starts: Tensor) -> Tensor:

@@ -50,6 +50,10 @@ class Question:
     value: Tensor
     runs: Runs
 
+    def __post_init__(self) -> None:
+        for states in (self.query, self.key, self.value):
+            assert states.stride(-1) == 1, "kernels read heads as they lie in memory"
+
     @property
     def scale(self) -> float:
         return 1 / math.sqrt(self.query.shape[-1])
@@ -116,7 +120,7 @@ def dot(grouped: Tensor, other: Tensor) -> Tensor:
     """[R, Hkv, G, Dh] times [R, Hkv, Dh] or [R, Hkv, G, Dh] -> [R, Hkv, G, 1], fp32 or wider."""
     other = other[:, :, None] if other.dim() == 3 else other
     wide = torch.promote_types(grouped.dtype, torch.float32)
-    return (grouped * other).sum(-1, keepdim=True, dtype=wide)
+    return torch.linalg.vecdot(grouped.to(wide), other.to(wide))[..., None]
 
 
 def merge(block: Attended, scores: list[Tensor], values: tuple[Tensor, ...]) -> Attended:

@@ -16,6 +16,7 @@ from models.attention import Attended, Gradients, Kernel, Question
 from models.runs import Run, Sequences
 
 FLASH_WIDTHS = 256  # flash kernels on CUDA take heads up to this wide, in multiples of 8
+FLASH_CAPABILITY = (8, 0)
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -26,31 +27,40 @@ def choose_kernel(
 
     Raises ConfigError when the one that was asked for does not.
     """
-    knob = f"engine.attention={kind.value}"
-    on_gpu = device.type == "cuda"
-    narrow = dtype in HALF and width <= FLASH_WIDTHS and width % 8 == 0
-    if kind is DraftAttentionKind.auto:
-        if not on_gpu:
-            return CPU_FLASH
-        if not narrow:
-            return PLAIN
-        return FLASH_ATTN if is_flash_attn_2_available() else CUDA_FLASH
     if kind is DraftAttentionKind.plain:
         return PLAIN
-    if kind is DraftAttentionKind.torch_flash and not on_gpu:
+    if device.type != "cuda":
+        if kind is DraftAttentionKind.flash_attn:
+            raise ConfigError(
+                f"engine.attention={kind.value}: needs CUDA, this run computes on {device}; take "
+                "engine.attention=auto"
+            )
         return CPU_FLASH
-    if not on_gpu:
-        raise ConfigError(f"{knob}: needs CUDA, this run computes on {device}; take auto")
-    if not narrow:
-        raise ConfigError(
-            f"{knob}: takes heads up to {FLASH_WIDTHS} wide in 16 bits, these are {width} wide in "
-            f"{dtype}; take engine.attention=plain, or engine.precision=bfloat16"
+    obstacle = flash_obstacle(kind, device, dtype, width)
+    if obstacle is None:
+        torch_own = kind is DraftAttentionKind.torch_flash or not is_flash_attn_2_available()
+        return CUDA_FLASH if torch_own else FLASH_ATTN
+    if kind is DraftAttentionKind.auto:
+        return PLAIN
+    raise ConfigError(f"engine.attention={kind.value}: {obstacle}")
+
+
+def flash_obstacle(
+    kind: DraftAttentionKind, device: torch.device, dtype: torch.dtype, width: int
+) -> str | None:
+    """Why flash kernels cannot run on this CUDA device, and the way out; None: they can."""
+    if dtype not in HALF:
+        return f"needs 16 bits, this run computes in {dtype}; take engine.precision=bfloat16"
+    if width > FLASH_WIDTHS or width % 8:
+        return (
+            f"takes heads up to {FLASH_WIDTHS} wide in multiples of 8, these are {width} wide; "
+            "take engine.attention=plain"
         )
-    if kind is DraftAttentionKind.torch_flash:
-        return CUDA_FLASH
-    if not is_flash_attn_2_available():
-        raise ConfigError(f"{knob}: flash-attn is not installed; take engine.attention=torch_flash")
-    return FLASH_ATTN
+    if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
+        return f"needs an Ampere GPU or newer, {device} is older; take engine.attention=plain"
+    if kind is DraftAttentionKind.flash_attn and not is_flash_attn_2_available():
+        return "flash-attn is not installed; take engine.attention=torch_flash"
+    return None
 
 
 # ---- plain: explicit scores, the reference ---------------------------------------------------

@@ -16,7 +16,7 @@ OWNERS = {
     "torch.distributed": {"data/distributed.py", "train/engine.py"},
     "wandb": {"train/metrics.py"},
     "datasets": {"data/sources.py"},
-    "flash_attn": {"models/attention.py"},
+    "flash_attn": {"models/kernels.py"},
     "matplotlib": {"eval/plots.py"},
     "hydra": {"conf/compose.py", "launch/sweep.py"},
 }

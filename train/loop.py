@@ -202,7 +202,7 @@ def row_weights(cfg: RunConfig, batches: list[TTTBatch], asked: bool = False) ->
     token: 1/N, N the rows at depth 0 over all ranks and the whole window. sequence: 1/(S*N_i),
     S the samples with supervision, N_i the rows of sample i.
     """
-    counts = [b.chains.roots(b.samples).float() for b in batches]
+    counts = [b.chains.roots.float() for b in batches]
     by_token = cfg.loss.normalise is Normalise.token
     mine = torch.cat(counts).sum() if by_token else (torch.cat(counts) > 0).sum().float()
     total, stops = sum_over_ranks(torch.stack([mine, torch.full_like(mine, float(asked))]))

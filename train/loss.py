@@ -154,7 +154,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 whole = of_step.new_zeros(len(step.rows), of_step.shape[1])
                 of_step = whole.index_copy_(0, step.emits, of_step)
             of_steps.append(of_step)
-        of_head = None if ctx.of_head is None else ctx.of_head.mul_(grad)
+        of_head = None if ctx.of_head is None else ctx.of_head * grad
         return None, of_head, *of_steps
 
 

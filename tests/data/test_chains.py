@@ -42,7 +42,7 @@ def guesses_of(masks: list[list[int]], depth: int, rule: Supervise) -> set[Guess
 
 
 def rows_needed(masks: list[list[int]], depth: int, rule: Supervise) -> list[list[int]]:
-    """Packed rows by step that are supervised then or later; steps without one are not run."""
+    """Packed rows by step that are supervised then or later, as long as there are any."""
     guesses = guesses_of(masks, depth, rule)
     begins = begins_of(masks)
     rows = [
@@ -85,10 +85,11 @@ def check(masks: list[list[int]], depth: int, rule: Supervise) -> None:
     assert chains.counts == [sum(guess[2] == k for guess in expected) for k in range(depth)]
     check_targets(chains, sum(chains.counts))
     needed = rows_needed(masks, depth, rule)
-    assert [step.rows.tolist() for step in chains.steps] == (needed or [[0]])
+    assert [step.rows.tolist() for step in chains.steps[: len(needed)]] == needed
+    check_idle(chains, len(needed))
     check_steps(chains, masks)
     firsts = [sum(guess[0] == n and guess[2] == 0 for guess in expected) for n in range(len(masks))]
-    assert chains.roots(len(masks)).tolist() == firsts
+    assert chains.roots.tolist() == firsts
 
 
 def check_targets(chains: Chains, guesses: int) -> None:
@@ -101,14 +102,23 @@ def check_targets(chains: Chains, guesses: int) -> None:
         assert end > begin and (chains.targets_of[begin:end] == place).all()
 
 
+def check_idle(chains: Chains, needed: int) -> None:
+    """Steps that no chain reaches cost one row at most and emit nothing; some step is there."""
+    assert chains.steps
+    for step in chains.steps[needed:]:
+        assert len(step.rows) == 1 and len(step.slots) == 0
+        assert step.emits is not None and len(step.emits) == 0
+
+
 def check_steps(chains: Chains, masks: list[list[int]]) -> None:
     """Each step's rows are among those of the step before, and fed from the right places."""
-    begins = begins_of(masks)
+    begins, last = begins_of(masks), sum(map(len, masks)) - 1
     before, fed = chains.steps[0].rows, set()
     for k, step in enumerate(chains.steps):
         assert torch.equal(before if step.kept is None else before[step.kept], step.rows)
-        assert torch.equal(chains.near[step.tokens], step.rows + k)
-        fed |= set((step.rows + k).tolist())
+        places = (step.rows + k).clamp_max(last)  # an idle row may reach beyond the pack
+        assert torch.equal(chains.near[step.tokens], places)
+        fed |= set(places.tolist())
         owners = [max(i for i, b in enumerate(begins) if b <= row) for row in step.rows.tolist()]
         starts = torch.tensor([begins[owner] for owner in owners])
         assert torch.equal(step.positions, step.rows - starts + k)
@@ -170,8 +180,8 @@ def test_rows_that_tell_nothing_are_not_run(rule: Supervise):
 def test_without_a_supervised_row_one_idle_row_runs(rule: Supervise):
     """So that every weight takes part; it emits nothing."""
     chains = chains_of([[0] * 4, [0] * 3], 5, rule)
-    (step,) = chains.steps
-    assert step.rows.tolist() == [0] and len(step.slots) == 0 and chains.counts == [0] * 5
+    check_idle(chains, 0)
+    assert all(step.rows.tolist() == [0] for step in chains.steps) and chains.counts == [0] * 5
     assert len(chains.targets) == 0 and chains.ends == [0]
 
 
@@ -188,12 +198,15 @@ def test_an_answer_of_three_tokens():
     """Two labels: two steps inside the answer, however deep the unroll."""
     mask = [0, 0, 0, 0, 0, 1, 1, 1]
     span = chains_of([mask], 7, Supervise.span)
-    assert [step.rows.tolist() for step in span.steps] == [[4, 5], [4]]
+    assert [step.rows.tolist() for step in span.steps[:2]] == [[4, 5], [4]]
+    check_idle(span, 2)
     assert span.counts == [2, 1, 0, 0, 0, 0, 0]
     # ``any`` also starts before the answer, as far back as there are rows
     whole = chains_of([mask], 7, Supervise.any)
     assert whole.counts == [2, 2, 2, 2, 2, 1, 0]
-    assert len(chains_of([[0, 1, 1, 1]], 7, Supervise.any).steps) == 2
+    short = chains_of([[0, 1, 1, 1]], 7, Supervise.any)
+    assert short.counts == [2, 1, 0, 0, 0, 0, 0]
+    check_idle(short, 2)
 
 
 def test_chains_from_the_first_row_of_a_document():
@@ -210,7 +223,7 @@ def test_rows_from_which_a_loop_can_ask():
     (step,) = chains.steps
     # rows t whose x[t+1] is of an answer in the same document: x[0] of a text is asked by no row
     assert step.rows.tolist() == [1, 2, 5, 8] and step.positions.tolist() == [1, 2, 0, 0]
-    assert sum(chains.counts) == 0 and chains.roots(3).tolist() == [0, 0, 0]
+    assert sum(chains.counts) == 0 and chains.roots.tolist() == [0, 0, 0]
 
 
 def test_a_move_reaches_every_tensor():

@@ -345,15 +345,26 @@ def chosen(kind: DraftAttentionKind, device: str, dtype: torch.dtype, width: int
     return choose_kernel(kind, torch.device(device), dtype, width)
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU's generation, new enough unless a test says otherwise."""
+
+    def of(capability: tuple[int, int], installed: bool) -> None:
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+        monkeypatch.setattr("models.kernels.is_flash_attn_2_available", lambda: installed)
+
+    return of
+
+
 @pytest.mark.parametrize(("asked", "installed", "kernel"), TAKEN)
-def test_the_kernel_that_is_taken(asked, installed, kernel, monkeypatch):
-    monkeypatch.setattr("models.kernels.is_flash_attn_2_available", lambda: installed)
+def test_the_kernel_that_is_taken(asked, installed, kernel, gpu):
+    gpu((9, 0), installed)
     assert chosen(*asked) is kernel
 
 
 @pytest.mark.parametrize(("asked", "says"), REFUSED)
-def test_a_refusal_names_the_knob_and_the_way_out(asked, says, monkeypatch):
-    monkeypatch.setattr("models.kernels.is_flash_attn_2_available", lambda: False)
+def test_a_refusal_names_the_knob_and_the_way_out(asked, says, gpu):
+    gpu((9, 0), installed=False)
     with pytest.raises(ConfigError) as refused:
         chosen(*asked)
     message = str(refused.value)
@@ -361,3 +372,10 @@ def test_a_refusal_names_the_knob_and_the_way_out(asked, says, monkeypatch):
     assert says in message
     assert "; take " in message
     assert "\n" not in message
+
+
+def test_an_old_gpu_gets_no_flash_kernel(gpu):
+    gpu((7, 5), installed=True)
+    assert chosen(AUTO, "cuda", HALF, 64) is PLAIN
+    with pytest.raises(ConfigError, match=r"Ampere.*; take engine\.attention=plain"):
+        chosen(TORCH, "cuda", HALF, 64)

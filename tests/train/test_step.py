@@ -64,6 +64,25 @@ def test_recomputing_steps_changes_nothing(rule, lab):
     assert lab.apart(again.grads, kept.grads) <= 1e-14
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_training_precisions_stay_near_the_twin(dtype, bound, lab):
+    """Seven steps over long answers: one step's rounding is fed to the next."""
+    draft, documents = lab.draft(fc_norm=True), lab.documents([[0] * 6 + [1] * 60, [1] * 50])
+    for parameter in draft.parameters():
+        parameter.data.mul_(0.4)
+    module, exact = lab.module(draft, 7), lab.pack(documents, 7)
+    right = lab.step(module, exact)
+    rounded = lab.module(draft.to(dtype), 7)
+    states = {name: getattr(exact, name).to(dtype) for name in ("aux", "last")}
+    batch = replace(exact, lse=exact.lse.float(), **states)
+    output = rounded(batch, torch.ones(2))
+    assert output.loss.item() == pytest.approx(right.loss, rel=bound)
+    for name, grad in lab.gradients(output.loss, rounded).items():
+        assert grad.dtype is dtype
+        difference = (grad.double() - right.grads[name]).norm() / right.grads[name].norm()
+        assert float(difference) <= 2 * bound, name
+
+
 # ---- trimming: what may be left out, and what may not ------------------------------------------
 
 
@@ -183,8 +202,8 @@ def test_nothing_supervised_gives_zero_loss_and_zero_gradients(masks, kind, rule
 def test_an_answer_of_three_tokens_has_two_steps_at_most_and_stays_finite(rule, lab):
     """Depth 7; under ``any`` as many steps as its prompt of one token leaves rows for."""
     batch = lab.pack(lab.documents([[0, 1, 1, 1]]), 7, rule)
-    assert batch.chains.counts[2:] == [0] * 5
     assert [len(step.rows) for step in batch.chains.steps[2:]] == [1] * 5  # idle
+    assert batch.chains.counts == [2, 1, 0, 0, 0, 0, 0]
     found = lab.step(lab.module(lab.draft(), 7, rule), batch)
     assert found.output.loss.isfinite() and found.loss > 0
     assert all(grad.isfinite().all() for grad in found.grads.values())
