@@ -63,12 +63,7 @@ class Chains:
     def build(cls, emits: Tensor, needed: Tensor, starts: Tensor) -> "Chains":
         """emits, needed [K, T] bool: rows supervised at a step, and rows that it runs."""
         documents = document_of(starts) - 1
-        # A step that no chain reaches runs one idle row. So every pack calls the same layers, and
-        # ranks that shard the weights (ZeRO-3) gather them alike.
-        rows = [torch.zeros(1, dtype=torch.int64)]
-        for step in needed:
-            rows.append(step.nonzero().flatten() if step.any() else rows[-1][:1])
-        rows = rows[1:]
+        rows = rows_of(needed)
         fed = [(step + k).clamp_max(needed.shape[1] - 1) for k, step in enumerate(rows)]
         supervised = emits.nonzero()  # [P, 2]: step, row; by step
         depths, places = supervised[:, 0], supervised[:, 1]
@@ -104,6 +99,18 @@ def moved(item, move):
     """A dataclass with ``move`` applied to the tensors among its fields."""
     values = {part.name: getattr(item, part.name) for part in fields(item)}
     return replace(item, **{k: move(v) for k, v in values.items() if isinstance(v, Tensor)})
+
+
+def rows_of(needed: Tensor) -> list[Tensor]:
+    """needed [K, T] bool -> the rows of each step; one idle row where no chain is left.
+
+    So every pack calls the same layers as often, and ranks that shard the weights (ZeRO-3) gather
+    them in one order.
+    """
+    rows = [torch.zeros(1, dtype=torch.int64)]
+    for step in needed:
+        rows.append(step.nonzero().flatten() if step.any() else rows[-1][:1])
+    return rows[1:]
 
 
 def step_of(

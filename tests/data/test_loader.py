@@ -152,7 +152,7 @@ def test_a_rank_without_samples_gets_idle_packs(reader: ShardReader):
         assert batch.aux.dtype == batch.last.dtype == torch.bfloat16
         assert not (batch.aux.any() or batch.last.any() or batch.lse.any())
         assert batch.chains.counts == [0] * TTT.depth
-        assert all(step.rows.tolist() == [0] for step in batch.chains.steps)
+        assert [step.rows.tolist() for step in batch.chains.steps] == [[0]] * TTT.depth
 
 
 def test_a_rank_with_fewer_packs_is_filled_up(reader: ShardReader):
@@ -170,6 +170,14 @@ def test_total_steps(reader: ShardReader):
     assert loader_of(reader, epochs=0.01).total_steps == 1
     assert loader_of(reader, max_steps=4).total_steps == 4
     assert len(list(loader_of(reader, max_steps=4).windows())) == 4
+
+
+def test_ten_samples_by_four_are_three_steps(write_cache, some_samples, tmp_path):
+    ten = [sample for sample in some_samples if not sample.held_out][:10]
+    reader = ShardReader(write_cache(tmp_path / "ten", ten))
+    loader = loader_of(reader, batch_size=4, epochs=1.0)
+    assert loader.total_steps == loader.steps_per_epoch == 3  # the schedule's length, too
+    assert [len(samples_in(window)) for window in loader.windows()] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("rule", list(Supervise))

@@ -8,6 +8,7 @@ import torch
 
 from conf.schema import ConfigError, JobError, RunConfig
 from models.draft_file import CONFIG
+from train import checkpoint
 from train.checkpoint import Checkpoints, TrainState
 from train.loop import curve_fingerprint, refuse_lost_head
 
@@ -126,12 +127,13 @@ def test_a_full_disk_is_named_and_the_one_before_stays(checkpoints: Checkpoints)
     assert checkpoints.resume(FakeEngine(), FRESH).step == 10
 
 
-def test_only_the_first_rank_names_and_deletes(checkpoints: Checkpoints):
+def test_only_the_first_rank_names_and_deletes(checkpoints: Checkpoints, monkeypatch):
     save_all(checkpoints, 10, 20)
     second = Checkpoints(checkpoints.folder, keep=1, is_main=False)
     (checkpoints.folder / ".writing-00000030").mkdir()
     second.save(FakeEngine(), replace(FRESH, step=30))
     assert names(second.folder) == [".writing-00000030", "step-00000010", "step-00000020"]
+    monkeypatch.setattr(checkpoint, "broadcast_object", lambda _mine: checkpoints.at(20))
     assert second.resume(FakeEngine(), FRESH).step == 20
     assert (second.folder / ".writing-00000030" / "weights").exists()
 

@@ -11,6 +11,7 @@ import torch
 from conf.runtime import RankInfo
 from conf.schema import JobError, OptimSection, RunConfig
 from eval.acceptance import Counters, report_acceptance
+from train import metrics
 from train.loop import Schedule, refuse_non_finite
 from train.metrics import Interval, MetricsLog, flat
 from train.ttt import TTTOutput
@@ -38,6 +39,17 @@ def test_an_interval_adds_up_and_starts_anew():
     interval.add(output([3.0, 0.0], [3, 0], [3, 0]), 4)
     again = interval.close(0.5)
     assert again["loss_by_depth"] == [1.0, 0.0] and again["accuracy_by_depth"] == [1.0, 0.0]
+
+
+def test_an_interval_reduces_once_whatever_it_adds_up(monkeypatch):
+    reduced = []
+    monkeypatch.setattr(metrics, "sum_over_ranks", lambda sums: reduced.append(sums) or sums)
+    interval = Interval(2, torch.device("cpu"))
+    for _ in range(5):
+        interval.add(output([6.0, 2.0], [3, 1], [2, 0]), 15)
+    assert not reduced
+    interval.close(0.5)
+    assert len(reduced) == 1
 
 
 def test_an_interval_without_a_supervised_row_is_all_zero():

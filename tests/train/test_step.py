@@ -202,6 +202,7 @@ def test_nothing_supervised_gives_zero_loss_and_zero_gradients(masks, kind, rule
 def test_an_answer_of_three_tokens_has_two_steps_at_most_and_stays_finite(rule, lab):
     """Depth 7; under ``any`` as many steps as its prompt of one token leaves rows for."""
     batch = lab.pack(lab.documents([[0, 1, 1, 1]]), 7, rule)
+    assert [len(step.rows) for step in batch.chains.steps[2:]] == [1] * 5  # idle
     assert batch.chains.counts == [2, 1, 0, 0, 0, 0, 0]
     found = lab.step(lab.module(lab.draft(), 7, rule), batch)
     assert found.output.loss.isfinite() and found.loss > 0

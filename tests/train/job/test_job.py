@@ -193,5 +193,5 @@ def test_two_ranks_train_the_same_curve_as_one(place, finished: Path):
     for one, two in zip(alone, pair, strict=True):
         assert one["step"] == two["step"]
         if "loss" in one:
-            assert two["loss_by_depth"] == pytest.approx(one["loss_by_depth"], rel=1e-5)
+            assert two["loss_by_depth"] == pytest.approx(one["loss_by_depth"], rel=1e-5, abs=1e-7)
             assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)

@@ -81,8 +81,8 @@ def test_two_ranks_that_were_stopped_train_the_same_curve(place, finished: Path)
     # torchrun hands the signal on and waits for its ranks, which end with 0; its own code is 1.
     assert stop_in_training(place, words, 15, ranks=2) == 1
     place.finish(words, ranks=2)
-    place.finish(place.words("pair", "stages=[train]"), ranks=2)
-    place.assert_same_training("stopped_pair", "pair")
+    place.finish(place.words("quiet_pair", "stages=[train]"), ranks=2)
+    place.assert_same_training("stopped_pair", "quiet_pair")
 
 
 def batch(rows: int) -> TTTBatch:
