@@ -128,6 +128,11 @@ def choices(cfg: RunConfig) -> Iterator[str]:
             f"engine.deepspeed.{min(taken)}: Eyrie fills it from optim and engine; "
             "remove it and set those knobs"
         )
+    if "load_universal" in (cfg.engine.deepspeed.get("checkpoint") or {}):
+        yield (
+            "engine.deepspeed.checkpoint.load_universal: unpickles whatever a checkpoint holds; "
+            "remove it, a run resumes with the number of ranks that it was started with"
+        )
     if "stage" in (cfg.engine.deepspeed.get("zero_optimization") or {}):
         yield (
             "engine.deepspeed.zero_optimization.stage: Eyrie fills it from engine.zero_stage; "

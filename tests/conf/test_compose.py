@@ -41,6 +41,8 @@ def test_every_group_file_composes(group: str, option: str):
         (["stages=[eval]", "verifier.attention=flash_attention_2"], ["attention=sdpa"]),
         (["ttt.decay=1.5"], ["ttt.decay=1.5", "0.8"]),
         (["engine.deepspeed.zero_optimization.stage=3"], ["engine.zero_stage=1"]),
+        (["+engine.deepspeed.checkpoint.load_universal=true"], ["load_universal", "remove it"]),
+        (["log.breakdown=-1"], ["log.breakdown=10"]),
         (["optim.weight_decay=nan"], ["optim.weight_decay=nan"]),
         (["regenerate.samples=-1"], ["regenerate.samples=-1"]),
         (["regenerate.samples=2", "regenerate.temperature=0"], ["temperature=0.7"]),
