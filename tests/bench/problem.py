@@ -62,7 +62,7 @@ class Place:
 
 
 def make_draft(shape: Shape, place: Place) -> Eagle3Draft:
-    """A head as training starts it: small random matrices, norms of weight 1."""
+    """Small random matrices, norms of weight 1."""
     with place.device:
         draft = Eagle3Draft(draft_config(shape)).to(place.dtype)
     vocab = DraftVocab.from_counts(torch.rand(shape.vocab), shape.draft_vocab)
@@ -75,11 +75,14 @@ def make_draft(shape: Shape, place: Place) -> Eagle3Draft:
 
 
 def make_module(problem: Problem, place: Place, kernel: Kernel) -> TrainingTimeTest:
+    """As training starts it: the draft's head is the verifier's."""
     shape = problem.shape
     head = place.normal(shape.draft_vocab, shape.hidden) * (3 / shape.hidden**0.5)
+    draft = make_draft(shape, place)
+    draft.lm_head.weight.data.copy_(head)
     teacher = Distillation(LossKind.kl, head, LlamaConfig())
     section = TTTSection(depth=problem.depth)
-    return TrainingTimeTest(make_draft(shape, place), teacher, section, kernel, problem.recompute)
+    return TrainingTimeTest(draft, teacher, section, kernel, problem.recompute)
 
 
 def make_batch(problem: Problem, place: Place) -> TTTBatch:

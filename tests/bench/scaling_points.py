@@ -1,5 +1,6 @@
 """The points of the scaling benchmark, and the measure of one: seconds, attention, memory."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,11 @@ from workload import TINY, Shape
 from models.attention import Kernel
 from models.kernels import CPU_FLASH
 
-Given, Made = ParamSpec("Given"), TypeVar("Made")
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 HERE = Place(torch.device("cpu"), torch.float32)
 LONG_STEP = 10.0  # seconds; a step that takes longer is taken once, for time and memory at once
+TIMED = 8.0  # seconds after which a shorter one is timed no further
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,11 @@ class Plan:
 
     def corners(self) -> list[Problem]:
         """Smallest and largest depth, each with the smallest and largest draft vocabulary."""
-        ends = self.vocabularies[0], self.vocabularies[-1]
-        return [self.with_vocabulary(v, k) for k in (self.depths[0], self.depths[-1]) for v in ends]
+        depths = self.depths[0], self.depths[-1]
+        return [self.with_vocabulary(size, k) for k in depths for size in self.ends()]
+
+    def ends(self) -> tuple[int, int]:
+        return self.vocabularies[0], self.vocabularies[-1]
 
     def checkpointed(self) -> list[Problem]:
         tried = [self.with_tokens(n) for n in self.recomputed]
@@ -119,7 +125,8 @@ class Clock:
 
 
 def measure(problem: Problem, threads: int, tries: int) -> Measured:
-    """One step for memory, which warms up, then ``tries`` for time; of a long one, one for both."""
+    """One step for memory, which warms up, then up to ``tries`` for time; of a long one, the first
+    for both."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     clock = Clock()
@@ -132,8 +139,9 @@ def measure(problem: Problem, threads: int, tries: int) -> Measured:
         loss = take_step(module, batch)
         seconds.append(perf_counter() - begin)
     if seconds[0] < LONG_STEP:
+        wanted = min(tries, math.ceil(TIMED / seconds[0]))
         seconds, clock.seconds = [], []
-        for _ in range(tries):
+        for _ in range(wanted):
             clock.seconds.append(0.0)
             begin = perf_counter()
             take_step(module, batch)

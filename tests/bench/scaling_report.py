@@ -10,8 +10,8 @@ from step_report import GIB
 
 OFF_LINE = 0.15  # largest distance from a straight line, of the value measured
 PER_GUESS = 1.5  # largest time of a guess over the smallest, along the length
-OF_LOGITS = 0.05  # memory that grows with vocabulary x steps, of what keeping the logits takes
-BESIDE_HEAD = 0.25  # memory that grows with the vocabulary, in gradients of the head, beyond one
+CROSSED = 0.05  # memory that grows with vocabulary x steps, of what keeping the logits takes
+BESIDE_HEAD = 0.25  # memory that grows with the vocabulary, the head's gradient apart; likewise
 PEAK = 4e9  # bytes of the whole process
 TITLES = {
     "tokens": "Length",
@@ -98,13 +98,39 @@ def head_gradient(problem: Problem) -> int:
     return 4 * problem.shape.hidden * problem.shape.draft_vocab
 
 
-def crossed(plan: Plan, results: Results) -> tuple[int, int]:
-    """Bytes that grow with vocabulary x steps, and what the logits of those guesses would take."""
+@dataclass(frozen=True)
+class Growth:
+    """Extra memory that comes with a larger draft vocabulary."""
+
+    alone: int  # bytes, at the middle's K
+    gradient: int  # bytes, of them, of the head's gradient: needed
+    crossed: int  # bytes more at the most steps than at the fewest
+    logits: int  # bytes that the added entries' logits would take, kept for the middle's guesses
+    crossed_logits: int  # and for the guesses that the most steps have beyond the fewest
+
+    @property
+    def share(self) -> float:
+        """Of what is not needed, and 1 if logits were kept."""
+        return (self.alone - self.gradient) / self.logits
+
+    @property
+    def crossed_share(self) -> float:
+        return self.crossed / self.crossed_logits
+
+
+def growth(plan: Plan, results: Results) -> Growth:
+    small, large = (plan.with_vocabulary(size) for size in plan.ends())
     few_small, few_large, many_small, many_large = plan.corners()
-    extra = {problem: results[problem].extra_bytes for problem in plan.corners()}
-    grown = extra[many_large] - extra[many_small] - extra[few_large] + extra[few_small]
-    entries = few_large.shape.draft_vocab - few_small.shape.draft_vocab
-    return grown, 4 * (many_small.guesses - few_small.guesses) * entries
+    extra = {problem: measured.extra_bytes for problem, measured in results.items()}
+    entries = large.shape.draft_vocab - small.shape.draft_vocab
+    at_most, at_least = extra[many_large] - extra[many_small], extra[few_large] - extra[few_small]
+    return Growth(
+        alone=extra[large] - extra[small],
+        gradient=head_gradient(large) - head_gradient(small),
+        crossed=at_most - at_least,
+        logits=4 * large.guesses * entries,
+        crossed_logits=4 * (many_large.guesses - few_large.guesses) * entries,
+    )
 
 
 def bars_of(plan: Plan, results: Results) -> list[Bar]:
@@ -121,14 +147,11 @@ def bars_of(plan: Plan, results: Results) -> list[Bar]:
         line = lines_of(axis, axes[axis])["bytes"]
         what = f"{TITLES[axis]}: extra memory, off a line in guesses"
         bars.append(Bar(what, line.off, OFF_LINE, least=False))
-    ends = axes["vocabulary"][0], axes["vocabulary"][-1]
-    grown = ends[1].measured.extra_bytes - ends[0].measured.extra_bytes
-    gradient = head_gradient(ends[1].problem) - head_gradient(ends[0].problem)
-    what = "Draft vocabulary: growth of extra memory, in gradients of the head's growth"
-    bars.append(Bar(what, grown / gradient, 1 + BESIDE_HEAD, least=False))
-    grown, logits = crossed(plan, results)
+    grown = growth(plan, results)
+    what = "Draft vocabulary: extra memory but the head's gradient, of what keeping logits takes"
+    bars.append(Bar(what, grown.share, BESIDE_HEAD, least=False))
     what = "Draft vocabulary x K: extra memory, of what keeping logits takes"
-    bars.append(Bar(what, grown / logits, OF_LOGITS, least=False))
+    bars.append(Bar(what, grown.crossed_share, CROSSED, least=False))
     for problem in plan.checkpointed():
         peak = results[problem].peak_bytes
         if peak is not None and problem.shape.tokens == plan.filled:
@@ -164,13 +187,13 @@ def table(axis: str, points: list[Point]) -> list[str]:
             f"{point.per_guess * 1e6:>12.0f}{point.rate_share:>19.0%}"
             f"{measured.extra_bytes / GIB:>11.3f}"
         )
-    fits, unit = lines_of(axis, points), "entry" if axis == "vocabulary" else "guess"
+    fits, unit = lines_of(axis, points), "an entry" if axis == "vocabulary" else "a guess"
     time, memory = fits["seconds"], fits["bytes"]
     return [
         *lines,
-        f"  the rest = {time.start:.3g} s + {time.slope * 1e6:.3g} µs a {unit}, "
+        f"  the rest = {time.start:.3g} s + {time.slope * 1e6:.3g} µs {unit}, "
         f"off by at most {time.off:.0%}",
-        f"  extra memory = {memory.start / GIB:.3g} GiB + {memory.slope / 1024:.3g} KiB a {unit}, "
+        f"  extra memory = {memory.start / GIB:.3g} GiB + {memory.slope / 1024:.3g} KiB {unit}, "
         f"off by at most {memory.off:.0%}",
         "",
     ]
@@ -184,10 +207,13 @@ def corner_lines(plan: Plan, results: Results) -> list[str]:
             f"  K = {problem.depth:<3} {problem.shape.draft_vocab:>6} entries: {extra / GIB:.3f}, "
             f"{(extra - head_gradient(problem)) / GIB:.3f}"
         )
-    grown, logits = crossed(plan, results)
+    grown = growth(plan, results)
     return [
         *lines,
-        f"  grown with both: {grown / GIB:.3f} GiB; kept logits would take {logits / GIB:.3f}",
+        f"  grown with the vocabulary: {grown.alone / GIB:.3f} GiB, of which the head's gradient "
+        f"{grown.gradient / GIB:.3f}; kept logits would take {grown.logits / GIB:.3f}",
+        f"  grown with both: {grown.crossed / GIB:.3f} GiB; kept logits would take "
+        f"{grown.crossed_logits / GIB:.3f}",
         "",
     ]
 
@@ -218,7 +244,6 @@ def plain_twin(problem: Problem) -> Problem:
 
 def as_json(plan: Plan, results: Results) -> dict[str, Any]:
     axes = points_of(plan, results)
-    grown, logits = crossed(plan, results)
     checkpointed = [Point(p.shape.tokens, p, results[p]) for p in plan.checkpointed()]
     corners = [Point(p.shape.draft_vocab, p, results[p]) for p in plan.corners()]
     return {
@@ -228,7 +253,7 @@ def as_json(plan: Plan, results: Results) -> dict[str, Any]:
             for axis, points in axes.items()
         },
         "corners": [point.as_json() for point in corners],
-        "vocabulary_times_steps_bytes": {"grown": grown, "kept_logits": logits},
+        "vocabulary_growth": asdict(growth(plan, results)),
         "recomputed": [point.as_json() for point in checkpointed],
         "bars": bars_as_json(bars_of(plan, results)),
     }
