@@ -9,6 +9,9 @@ gradient is needed, once for the teacher. The exact step computes:
   key and value (those of step 0 are counted with all tokens);
 - for each position that some row predicts: the teacher's logits over the draft vocabulary.
 
+Attention's products with step-0 keys are counted apart: they alone are quadratic in length. (With
+the later steps' keys they are elementwise.)
+
 Query, key and value read the embedding, which is frozen, beside the state: half their input needs
 no gradient. Neither do the verifier's states that ``fc`` reads.
 """
@@ -41,3 +44,16 @@ def needed_flops(shape: Shape, rows: list[int], teacher_rows: int, tokens: int) 
     chain = sum(rows) * row + sum(rows[1:]) * key_value
     teacher = FORWARD * teacher_rows * shape.hidden * shape.draft_vocab
     return everywhere + chain + teacher
+
+
+def attention_flops(shape: Shape, share: int, rows: list[int]) -> int:
+    """Scores and weighted values of the ``rows`` that ask at each step, over the batch.
+
+    A row sees the step-0 keys up to its own, and no more are counted. Two products, each trained;
+    that flash kernels make the scores again in their backward is not counted.
+    """
+    first = max(shape.tokens - answer_length(shape, share) - 1, 0)
+    pairs = 0
+    for asking in (count // shape.batch for count in rows):
+        pairs += shape.batch * (asking * first + asking * (asking + 1) // 2)
+    return 2 * TRAINED * shape.heads * shape.head_dim * pairs

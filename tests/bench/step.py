@@ -13,7 +13,6 @@ dropped and repeated. Nothing else may run on the machine meanwhile.
 import argparse
 import json
 import os
-import platform
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +25,7 @@ sys.path.insert(1, str(ROOT))
 import torch  # noqa: E402  after the path is set
 from arena import Arena, Rival, Timing, note  # noqa: E402
 from contender import mm_rate  # noqa: E402
+from machine import cpu_model  # noqa: E402
 from step_report import (  # noqa: E402
     BAR_DEPTH,
     OURS,
@@ -98,13 +98,6 @@ def facts_of(timing: Timing, arena: Arena) -> dict[str, Any]:
         "rounds_dropped": len(timing.samples) - len(kept),
         "versions": {p.rival.name: p.versions for p in arena.processes.values()},
     }
-
-
-def cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def arguments() -> argparse.Namespace:

@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 from arena import Rival, Sample, title
+from bars import Bar, bar_lines, bars_as_json
 from flops import chain_rows, needed_flops
 from workload import Case, Shape, answer_length
 
@@ -48,20 +49,6 @@ class Figures:
 
     def row(self, name: str) -> Row | None:
         return next((row for row in self.rows if row.name == name), None)
-
-
-@dataclass(frozen=True)
-class Bar:
-    what: str
-    value: float | None
-    bound: float
-    least: bool = True  # the value must reach the bound, else stay below it
-
-    @property
-    def reached(self) -> bool | None:
-        if self.value is None:
-            return None
-        return self.value >= self.bound if self.least else self.value <= self.bound
 
 
 def figures_of(
@@ -152,12 +139,7 @@ def page(figures: list[Figures], compiled: list[Figures], bars: list[Bar]) -> st
         lines += table(one, title(one.case))
     for one in compiled:
         lines += table(one, f"{title(one.case)}, under torch.compile (no bar)")
-    lines.append("Bars")
-    for bar in bars:
-        value = "not measured" if bar.value is None else f"{bar.value:.3g}"
-        bound = f"at {'least' if bar.least else 'most'} {bar.bound:.3g}"
-        word = {True: "reached", False: "MISSED", None: "-"}[bar.reached]
-        lines.append(f"  {word:<8} {bar.what}: {value} ({bound})")
+    lines += bar_lines(bars)
     return "\n".join(lines)
 
 
@@ -185,5 +167,5 @@ def as_json(figures: list[Figures], compiled: list[Figures], bars: list[Bar]) ->
     return {
         "cases": [asdict(one) for one in figures],
         "compiled": [asdict(one) for one in compiled],
-        "bars": [{**asdict(bar), "reached": bar.reached} for bar in bars],
+        "bars": bars_as_json(bars),
     }

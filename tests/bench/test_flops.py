@@ -1,11 +1,12 @@
 """The benchmark's count of floating-point operations, against counts by hand."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent))  # the benchmark's modules import each other
 
-from flops import chain_rows, needed_flops
+from flops import attention_flops, chain_rows, needed_flops
 from workload import Shape
 
 # D 4, 2 query heads and 1 key head of width 3, MLP 5, draft vocabulary 7, 2 aux layers.
@@ -58,3 +59,18 @@ def test_the_shape_of_the_benchmark():
     chain = sum(rows) * row + sum(rows[1:]) * 2 * 576 * 192 * 10
     teacher = 816 * 2 * 576 * 8192
     assert needed_flops(Shape(), rows, 816, 2048) == tokens + chain + teacher
+
+
+def test_attention_counts_the_keys_that_a_row_sees():
+    """Rows 5, 6, 7 see 6, 7 and 8 keys; rows 5 and 6 see 6 and 7. Two products, each trained."""
+    assert attention_flops(SMALL, 40, [3, 2]) == (21 + 13) * 2 * 6 * (2 * 3)
+
+
+def test_attention_of_two_documents_is_twice_that_of_one():
+    pair = replace(SMALL, batch=2)
+    assert attention_flops(pair, 40, [6, 4]) == 2 * attention_flops(SMALL, 40, [3, 2])
+
+
+def test_attention_when_all_is_answer():
+    """Row t sees t + 1 keys: 1 + 2 + ... + 8."""
+    assert attention_flops(SMALL, 100, [8]) == 36 * 2 * 6 * (2 * 3)
