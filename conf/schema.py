@@ -163,7 +163,9 @@ class OptimSection:
     warmup_share: float = 0.04  # share of all steps with rising learning rate
     min_lr_share: float = 0.1  # end of the cosine, as a share of lr
     batch_size: int = 16  # samples an optimizer step, over all ranks
-    micro_batch_tokens: int = 8192  # tokens a rank and forward; accumulation follows
+    micro_batch_tokens: int = (
+        8192  # tokens of a pack, a rank's forward; a longer sample is one alone
+    )
     epochs: float = 2.0  # passes over the training samples
     max_steps: int | None = None  # stop here, whatever epochs says
 
@@ -174,7 +176,7 @@ class EngineSection:
     zero_stage: int = 1  # DeepSpeed ZeRO stage 0..3
     attention: DraftAttentionKind = DraftAttentionKind.auto  # kernel of the draft's attention
     compile: bool = False  # torch.compile around the products; on a CPU it needs a C++ compiler
-    recompute: bool = False  # keep an unroll step's ends only: less memory, a third more time
+    recompute: bool = False  # keep an unroll step's states and keys only, compute the rest twice
     threads: int | None = None  # CPU threads a rank; null: cores divided by local ranks
     deepspeed: dict[str, Any] = field(default_factory=dict)  # passed through to DeepSpeed as it is
 
@@ -184,7 +186,7 @@ class LogSection:
     every: int = 10  # steps between two metric lines
     valid_every: int = 100  # steps between two held-out acceptance runs
     save_every: int = 200  # steps between two checkpoints
-    breakdown: int = 0  # steps whose time is printed part by part, early in a run; 0: none
+    breakdown: int = 0  # print where the time of so many steps goes, from the fourth on; 0: none
     keep: int = 2  # checkpoints kept, the best head apart
     wandb: bool = False  # also log to Weights & Biases (offline unless logged in)
     project: str = "eyrie"  # its project

@@ -7,7 +7,15 @@ from conf.runtime import plain, run_dir
 from conf.schema import ConfigError, RunConfig
 
 SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engine")
-FREE = ("threads", "attention")  # knobs of those sections that a rerun may change
+# Knobs of those sections that a rerun may change: how fast, not what.
+FREE = (
+    "verifier.attention",
+    "optim.micro_batch_tokens",
+    "engine.attention",
+    "engine.compile",
+    "engine.recompute",
+    "engine.threads",
+)
 MADE = ("best", "checkpoints", "stages.json")  # any of these: a stage of the run has succeeded
 
 
@@ -39,8 +47,9 @@ def differences(cfg: RunConfig, saved: RunConfig) -> list[tuple[str, Any, Any]]:
     for section in SHAPING:
         ours, theirs = flat(plain(getattr(cfg, section))), flat(plain(getattr(saved, section)))
         for knob in sorted(ours.keys() | theirs.keys()):
-            if ours.get(knob) != theirs.get(knob) and knob not in FREE:
-                found.append((f"{section}.{knob}", ours.get(knob), theirs.get(knob)))
+            name = f"{section}.{knob}"
+            if ours.get(knob) != theirs.get(knob) and name not in FREE:
+                found.append((name, ours.get(knob), theirs.get(knob)))
     return found
 
 

@@ -5,13 +5,14 @@ All of it follows from the loss mask, so it is worked out once a pack, on the CP
 step. A chain that will never again be supervised stops: rows of step k+1 are among those of step k.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from conf.schema import Supervise
-from models.runs import Runs
+from models.runs import Runs, with_moved
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,10 @@ class Chains:
             counts=counts,
         )
 
-    def moved(self, move) -> "Chains":
-        """The same with ``move`` applied to every tensor: to a device, into pinned memory."""
-        return replace(moved(self, move), steps=[moved(step, move) for step in self.steps])
-
-
-def moved(item, move):
-    """A dataclass with ``move`` applied to the tensors among its fields."""
-    values = {part.name: getattr(item, part.name) for part in fields(item)}
-    return replace(item, **{k: move(v) for k, v in values.items() if isinstance(v, Tensor)})
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Chains":
+        """The same with ``move`` applied to every tensor."""
+        steps = [replace(with_moved(s, move), runs=s.runs.moved(move)) for s in self.steps]
+        return replace(with_moved(self, move), steps=steps)
 
 
 def rows_of(needed: Tensor) -> list[Tensor]:

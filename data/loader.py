@@ -11,10 +11,11 @@ from torch import Tensor
 
 from conf.runtime import RankInfo, fingerprint
 from conf.schema import ConfigError, OptimSection, TTTSection
-from data.chains import Chains, moved
+from data.chains import Chains
 from data.packer import pack
 from data.reader import ShardReader
 from data.records import CachedSample, TokenizedSample, TTTBatch
+from models.runs import with_moved
 
 AHEAD = 2  # windows read in the background
 
@@ -160,7 +161,7 @@ def collate(samples: list[CachedSample], chains: Chains) -> TTTBatch:
 
 
 def moved_batch(batch: TTTBatch, move: Callable[[Tensor], Tensor]) -> TTTBatch:
-    return replace(moved(batch, move), chains=batch.chains.moved(move))
+    return replace(with_moved(batch, move), chains=batch.chains.moved(move))
 
 
 def on_device(batch: TTTBatch, device: torch.device, dtype: torch.dtype) -> TTTBatch:

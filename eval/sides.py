@@ -77,7 +77,7 @@ class DraftDecoder:
     def remember(self, tokens: Tensor, aux: Tensor) -> None:
         """Rows of a prompt, at once: nothing is guessed from them, so they only give keys."""
         positions = self.positions[:, : tokens.shape[1]]
-        share = self.draft.share_of(tokens)
+        share = self.draft.share_of(tokens, asks=False)
         self.draft.remember(share, self.draft.fuse(aux), positions, self.cache)
         self.committed = self.cache.length
 

@@ -134,9 +134,12 @@ class Eagle3Draft(nn.Module):
             aux = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(aux)
 
-    def share_of(self, tokens: Tensor) -> Tensor:
-        """tokens [...] -> their share of query, key and value [..., (H + 2 Hkv) * Dh]."""
-        return self.midlayer.share_of(self.embed_tokens(tokens))
+    def share_of(self, tokens: Tensor, asks: bool = True) -> Tensor:
+        """tokens [...] -> their share of query, key and value [..., (H + 2 Hkv) * Dh].
+
+        Rows that only ``remember`` ask nothing: their share is that of key and value alone.
+        """
+        return self.midlayer.share_of(self.embed_tokens(tokens), asks)
 
     def forward(
         self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, known: bool = False
@@ -148,7 +151,8 @@ class Eagle3Draft(nn.Module):
         """
         output = self.midlayer(share, hidden, positions, memory, known)
         normed = self.norm(output)
-        return DraftOutput(normed if self.config.norm_output else output, normed)
+        fed_back = normed if self.config.norm_output else output
+        return DraftOutput(fed_back, normed.to(share.dtype))
 
     def remember(self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
         """Give ``memory`` the keys of rows, and compute nothing else."""

@@ -1,22 +1,26 @@
 """The kernels of causal attention over runs: plain, PyTorch's flash on CPU and CUDA, flash-attn.
 
 Each has the signature of ``models.attention.Kernel``, and each backward trusts the output and
-log-sum-exp it is handed, which is what merging with further keys needs. Imported by one door:
-``choose_kernel``.
+log-sum-exp it is handed, which is what merging with further keys needs. The product takes them
+through one door, ``choose_kernel``.
 """
 
 import math
 
 import torch
 from torch import Tensor
-from transformers.utils.import_utils import is_flash_attn_2_available
+from transformers.utils.import_utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_greater_or_equal,
+)
 
 from conf.schema import ConfigError, DraftAttentionKind
-from models.attention import Attended, Gradients, Kernel, Question
-from models.runs import Run, Sequences
+from models.attention import Attended, Gradients, Kernel, Question, by_group
+from models.runs import Run
 
 FLASH_WIDTHS = 256  # flash kernels on CUDA take heads up to this wide, in multiples of 8
 FLASH_CAPABILITY = (8, 0)
+FLASH_ATTN_VERSION = "2.7.0"
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -38,7 +42,7 @@ def choose_kernel(
         return CPU_FLASH
     obstacle = flash_obstacle(kind, device, dtype, width)
     if obstacle is None:
-        torch_own = kind is DraftAttentionKind.torch_flash or not is_flash_attn_2_available()
+        torch_own = kind is DraftAttentionKind.torch_flash or not flash_attn_is_here()
         return CUDA_FLASH if torch_own else FLASH_ATTN
     if kind is DraftAttentionKind.auto:
         return PLAIN
@@ -58,9 +62,17 @@ def flash_obstacle(
         )
     if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
         return f"needs an Ampere GPU or newer, {device} is older; take engine.attention=plain"
-    if kind is DraftAttentionKind.flash_attn and not is_flash_attn_2_available():
-        return "flash-attn is not installed; take engine.attention=torch_flash"
+    if kind is DraftAttentionKind.flash_attn and not flash_attn_is_here():
+        return (
+            f"needs flash-attn {FLASH_ATTN_VERSION} or newer, which is not installed; take "
+            "engine.attention=torch_flash"
+        )
     return None
+
+
+def flash_attn_is_here() -> bool:
+    """Older ones return other values in another order."""
+    return is_flash_attn_2_available() and is_flash_attn_greater_or_equal(FLASH_ATTN_VERSION)
 
 
 # ---- plain: explicit scores, the reference ---------------------------------------------------
@@ -81,7 +93,7 @@ def plain_forward(asked: Question) -> Attended:
 def plain_scores(asked: Question, run: Run, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Masked scores [r, Hkv, G, t] and values [t, Hkv, Dh] of a run over its document's prefix."""
     keys = slice(run.document, run.own.stop)
-    query = grouped(asked.query[run.start : run.end], asked.key).to(wide)
+    query = by_group(asked.query[run.start : run.end], asked.key).to(wide)
     scores = torch.einsum("rhgd,thd->rhgt", query, asked.key[keys].to(wide)) * asked.scale
     place = torch.arange(keys.stop - keys.start, device=query.device)
     own = torch.arange(run.end - run.start, device=query.device) + (run.first - run.document)
@@ -95,21 +107,16 @@ def plain_backward(asked: Question, whole: Attended, grad: Tensor) -> Gradients:
     for run in asked.runs.runs:
         rows, keys = slice(run.start, run.end), slice(run.document, run.own.stop)
         scores, values = plain_scores(asked, run, wide)
-        query, key = grouped(asked.query[rows], asked.key).to(wide), asked.key[keys].to(wide)
-        inner = grouped(grad[rows], asked.key).to(wide)
+        query, key = by_group(asked.query[rows], asked.key).to(wide), asked.key[keys].to(wide)
+        inner = by_group(grad[rows], asked.key).to(wide)
         lse = whole.lse[rows].view(*scores.shape[:3], 1)
         weights = (scores - lse).exp()
-        share = (inner * grouped(whole.output[rows], asked.key)).sum(-1, keepdim=True)
+        share = (inner * by_group(whole.output[rows], asked.key)).sum(-1, keepdim=True)
         of_scores = weights * (torch.einsum("rhgd,thd->rhgt", inner, values) - share) * asked.scale
         grads.query[rows] = torch.einsum("rhgt,thd->rhgd", of_scores, key).flatten(1, 2)
         grads.key[keys] += torch.einsum("rhgt,rhgd->thd", of_scores, query)
         grads.value[keys] += torch.einsum("rhgt,rhgd->thd", weights, inner)
     return rounded(grads, asked)
-
-
-def grouped(states: Tensor, key: Tensor) -> Tensor:
-    """[r, H, Dh] -> [r, Hkv, G, Dh]."""
-    return states.unflatten(1, (key.shape[1], -1))
 
 
 def empty_gradients(asked: Question, wide: torch.dtype) -> Gradients:
@@ -137,7 +144,7 @@ def cpu_forward(asked: Question) -> Attended:
     lse = asked.query.new_empty(asked.query.shape[:2], dtype=wide)
     for run in asked.runs.runs:
         rows = slice(run.start, run.end)
-        query = by_heads(grouped(asked.query[rows], asked.key))
+        query = by_heads(by_group(asked.query[rows], asked.key))
         parts = []
         for keys, causal in parts_of(run):
             key, value = spread(asked.key[keys], query), spread(asked.value[keys], query)
@@ -151,8 +158,8 @@ def cpu_forward(asked: Question) -> Attended:
             total = torch.logaddexp(parts[0][1], parts[1][1])
             shares = [(part[1] - total).exp()[..., None] for part in parts]
             out = parts[0][0] * shares[0] + parts[1][0] * shares[1]
-        grouped(output[rows], asked.key).copy_(out.permute(2, 0, 1, 3))
-        grouped(lse[rows], asked.key).copy_(total.permute(2, 0, 1))
+        by_group(output[rows], asked.key).copy_(out.permute(2, 0, 1, 3))
+        by_group(lse[rows], asked.key).copy_(total.permute(2, 0, 1))
     return Attended(output, lse)
 
 
@@ -162,10 +169,10 @@ def cpu_backward(asked: Question, whole: Attended, grad: Tensor) -> Gradients:
     for run in asked.runs.runs:
         rows = slice(run.start, run.end)
         query, output, inner = (
-            by_heads(grouped(states[rows], asked.key))
+            by_heads(by_group(states[rows], asked.key))
             for states in (asked.query, whole.output, grad)
         )
-        lse = grouped(whole.lse[rows], asked.key).permute(1, 2, 0).contiguous()
+        lse = by_group(whole.lse[rows], asked.key).permute(1, 2, 0).contiguous()
         total = None
         for keys, causal in parts_of(run):
             key, value = spread(asked.key[keys], query), spread(asked.value[keys], query)
@@ -178,7 +185,7 @@ def cpu_backward(asked: Question, whole: Attended, grad: Tensor) -> Gradients:
             grads.key[keys] += of_key.sum(1, dtype=wide).transpose(0, 1)
             grads.value[keys] += of_value.sum(1, dtype=wide).transpose(0, 1)
         assert total is not None
-        grouped(grads.query[rows], asked.key).copy_(total.permute(2, 0, 1, 3))
+        by_group(grads.query[rows], asked.key).copy_(total.permute(2, 0, 1, 3))
     return rounded(grads, asked)
 
 
@@ -202,7 +209,8 @@ def by_heads(states: Tensor) -> Tensor:
 
 
 def cuda_forward(asked: Question) -> Attended:
-    sequences, key, value = on_sequences(asked)
+    sequences = asked.runs.sequences
+    key, value = asked.key[sequences.keys], asked.value[sequences.keys]
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         asked.query, key, value, sequences.query_ends, sequences.key_ends,
         sequences.longest_query, sequences.longest_key, 0.0, True, False, scale=asked.scale,
@@ -211,7 +219,8 @@ def cuda_forward(asked: Question) -> Attended:
 
 
 def cuda_backward(asked: Question, whole: Attended, grad: Tensor) -> Gradients:
-    sequences, key, value = on_sequences(asked)
+    sequences = asked.runs.sequences
+    key, value = asked.key[sequences.keys], asked.value[sequences.keys]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
     unused = torch.empty(0, device=grad.device)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
@@ -219,7 +228,7 @@ def cuda_backward(asked: Question, whole: Attended, grad: Tensor) -> Gradients:
         sequences.query_ends, sequences.key_ends, sequences.longest_query, sequences.longest_key,
         0.0, True, no_dropout, unused, scale=asked.scale,
     )  # fmt: skip
-    return from_sequences(asked, sequences, of_query, (of_key, of_value))
+    return from_sequences(asked, of_query, of_key, of_value)
 
 
 def flash_attn_forward(asked: Question) -> Attended:
@@ -228,7 +237,8 @@ def flash_attn_forward(asked: Question) -> Attended:
         _flash_attn_varlen_forward,
     )
 
-    sequences, key, value = on_sequences(asked)
+    sequences = asked.runs.sequences
+    key, value = asked.key[sequences.keys], asked.value[sequences.keys]
     output, lse, *_ = _flash_attn_varlen_forward(
         asked.query, key, value, sequences.query_ends, sequences.key_ends,
         sequences.longest_query, sequences.longest_key, 0.0, asked.scale, causal=True,
@@ -241,32 +251,23 @@ def flash_attn_backward(asked: Question, whole: Attended, grad: Tensor) -> Gradi
         _flash_attn_varlen_backward,
     )
 
-    sequences, key, value = on_sequences(asked)
+    sequences = asked.runs.sequences
+    key, value = asked.key[sequences.keys], asked.value[sequences.keys]
     grads = [torch.empty_like(states) for states in (asked.query, key, value)]
     _flash_attn_varlen_backward(
         grad, asked.query, key, value, whole.output, whole.lse.transpose(0, 1).contiguous(),
         *grads, sequences.query_ends, sequences.key_ends, sequences.longest_query,
         sequences.longest_key, 0.0, asked.scale, True, -1, -1, 0.0, None, False,
     )  # fmt: skip
-    return from_sequences(asked, sequences, grads[0], (grads[1], grads[2]))
+    return from_sequences(asked, *grads)
 
 
-def on_sequences(asked: Question) -> tuple[Sequences, Tensor, Tensor]:
-    sequences = asked.runs.sequences(asked.query.device, len(asked.key))
-    if sequences.keys is None:
-        return sequences, asked.key, asked.value
-    return sequences, asked.key[sequences.keys], asked.value[sequences.keys]
-
-
-def from_sequences(
-    asked: Question, sequences: Sequences, query: Tensor, base: tuple[Tensor, Tensor]
-) -> Gradients:
+def from_sequences(asked: Question, query: Tensor, key: Tensor, value: Tensor) -> Gradients:
     """Gradients of gathered keys and values back to the packed rows they came from."""
-    if sequences.keys is None:
-        return Gradients(query, *base)
     grads = empty_gradients(asked, torch.float32)
-    grads.key.index_add_(0, sequences.keys, base[0].float())
-    grads.value.index_add_(0, sequences.keys, base[1].float())
+    places = asked.runs.sequences.keys
+    grads.key.index_add_(0, places, key.float())
+    grads.value.index_add_(0, places, value.float())
     return rounded(Gradients(query, grads.key, grads.value), asked)
 
 

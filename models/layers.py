@@ -11,15 +11,14 @@ from models.rope import Rope, Rotary, Rotation
 
 
 class StreamNorm(nn.RMSNorm):
-    """RMSNorm in the precision of what comes in, its result in that of the weights.
+    """RMSNorm in the precision of what comes in, whatever that of the weights is.
 
     An unroll keeps its residual stream in fp32 while the weights are bf16: seven steps of rounding
     to bf16 would cost more than all the products do.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps).to(weight.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class DraftAttention(nn.Module):
@@ -40,9 +39,12 @@ class DraftAttention(nn.Module):
         self.o_proj = nn.Linear(self.sizes[0], width, bias=False)
         self.rotary = Rotary(rope)
 
-    def share_of(self, embedded: Tensor) -> Tensor:
-        """[..., D] -> [..., (H + 2 Hkv) * Dh]: what tokens add to query, key and value."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
+    def share_of(self, embedded: Tensor, asks: bool) -> Tensor:
+        """[..., D] -> [..., (H + 2 Hkv) * Dh]: what tokens add to query, key and value.
+
+        Rows that do not ask need no query: [..., 2 Hkv * Dh].
+        """
+        projections = (self.q_proj, self.k_proj, self.v_proj)[0 if asks else 1 :]
         return torch.cat([F.linear(embedded, p.weight[:, : self.width]) for p in projections], -1)
 
     def add_state(self, share: Tensor, states: Tensor, projection: nn.Linear) -> Tensor:
@@ -52,7 +54,7 @@ class DraftAttention(nn.Module):
 
     def remember(self, share: Tensor, states: Tensor, rotation: Rotation, memory: Memory) -> None:
         """Give keys and values of rows to ``memory``, and compute nothing else."""
-        _, of_key, of_value = share.split(self.sizes, dim=-1)
+        of_key, of_value = share[..., -2 * self.sizes[1] :].chunk(2, dim=-1)
         key = rotation.rotate(self.add_state(of_key, states, self.k_proj))
         memory.remember(key, self.add_state(of_value, states, self.v_proj))
 
@@ -111,14 +113,15 @@ class MidLayer(nn.Module):
         self.mlp = mlp
         self.normed = normed
 
-    def share_of(self, embedded: Tensor) -> Tensor:
+    def share_of(self, embedded: Tensor, asks: bool) -> Tensor:
         """Embeddings [..., D] -> their share of query, key and value, for all steps."""
-        return self.self_attn.share_of(self.input_layernorm(embedded))
+        return self.self_attn.share_of(self.input_layernorm(embedded), asks)
 
     def remember(self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
         """Rows that nobody asks for a guess: they give ``memory`` their keys, and cost no more."""
         rotation = self.self_attn.rotary.at(positions, share.dtype)
-        self.self_attn.remember(share, self.hidden_norm(hidden), rotation, memory)
+        states = self.hidden_norm(hidden).to(share.dtype)
+        self.self_attn.remember(share, states, rotation, memory)
 
     def forward(
         self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, known: bool
@@ -127,12 +130,13 @@ class MidLayer(nn.Module):
 
         ``known``: ``memory`` has the keys of these rows already.
         """
-        states = self.hidden_norm(hidden)
+        normed = self.hidden_norm(hidden)
+        states = normed.to(share.dtype)
         rotation = self.self_attn.rotary.at(positions, share.dtype)
         if not known:
             self.self_attn.remember(share, states, rotation, memory)
-        residual = states if self.normed else hidden
+        residual = normed if self.normed else hidden
         with part("attention"):
             residual = residual + self.self_attn(share, states, rotation, memory)
         with part("mlp"):
-            return residual + self.mlp(self.post_attention_layernorm(residual))
+            return residual + self.mlp(self.post_attention_layernorm(residual).to(share.dtype))

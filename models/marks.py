@@ -1,14 +1,16 @@
 """Marks: the names under which a profile shows the parts of a training step."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch.profiler import record_function
 
 PREFIX = "eyrie/"
 # The parts in the order of their work; an indented one is inside the part above it.
 PARTS = {
     "data": "waiting for the loader",
-    "transfer": "batch to the device",
+    "transfer": "batches to the device",
     "forward": "forward, of which",
     "keys": "  fuse, keys and values of step 0",
     "attention": "  attention and its projections",
@@ -17,9 +19,19 @@ PARTS = {
     "backward": "backward",
     "optimizer": "optimizer",
 }
+waiting_for_cuda = False  # a breakdown on CUDA sets it: a part then ends when its kernels have
 
 
-def part(name: str) -> AbstractContextManager:
+@contextmanager
+def part(name: str) -> Iterator[None]:
     """Marks what runs inside as a part of the step; costs a microsecond when nobody looks."""
     assert name in PARTS, name
-    return record_function(PREFIX + name)
+    settle()
+    with record_function(PREFIX + name):
+        yield
+        settle()
+
+
+def settle() -> None:
+    if waiting_for_cuda:
+        torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention import Kernel, attend
+from models.attention import Diagonal, Kernel, attend
 from models.runs import Runs
 
 
@@ -34,14 +34,14 @@ class TTTMemory:
         self.kernel = kernel
         self.runs = runs
         self.base: tuple[Tensor, Tensor] | None = None
-        self.earlier: list[Tensor] = []  # key, value, key, value, ... of the steps between
-        self.own: list[Tensor] = []
+        self.earlier: list[Diagonal] = []  # of the steps between
+        self.own: list[Diagonal] = []
 
     def remember(self, key: Tensor, value: Tensor) -> None:
         if self.runs is None:
             self.base = (key, value)
         else:
-            self.own = [key, value]
+            self.own = [Diagonal(key, value)]
 
     def attend(self, query: Tensor) -> Tensor:
         assert self.base is not None and self.runs is not None
@@ -52,7 +52,7 @@ class TTTMemory:
         memory = TTTMemory(self.kernel, runs)
         memory.base = self.base
         known = [*self.earlier, *self.own]
-        memory.earlier = known if kept is None else [states[kept] for states in known]
+        memory.earlier = known if kept is None else [diagonal.kept(kept) for diagonal in known]
         return memory
 
 

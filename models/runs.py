@@ -1,6 +1,9 @@
 """Runs: the rows that ask in attention, as stretches of consecutive rows of one document each."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,58 +33,56 @@ class Run:
 class Sequences:
     """Runs for kernels that take sequences of varying length, causal from the bottom right.
 
-    A run asks the prefix of its document that ends with its own last row. Prefixes of one
-    document overlap, so the keys are gathered (``keys`` None: they lie as needed already).
+    A run asks the prefix of its document that ends with its own last row. Prefixes of one document
+    overlap, and the last rows of a document ask nothing, so the keys are gathered.
     """
 
     query_ends: Tensor  # [N+1] int32, cumulative
     key_ends: Tensor  # [N+1] int32, cumulative
+    keys: Tensor  # [sum of prefix lengths] int64, packed row of each key
     longest_query: int
     longest_key: int
-    keys: Tensor | None  # [sum of prefix lengths] int64, packed row of each key
+
+    @classmethod
+    def of(cls, runs: list[Run]) -> "Sequences":
+        spans = [torch.arange(run.document, run.own.stop) for run in runs]
+        queries, keys = [run.end - run.start for run in runs], [len(span) for span in spans]
+        return cls(
+            query_ends=torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
+            key_ends=torch.tensor([0, *accumulate(keys)], dtype=torch.int32),
+            keys=torch.cat([torch.zeros(0, dtype=torch.int64), *spans]),
+            longest_query=max(queries, default=0),
+            longest_key=max(keys, default=0),
+        )
 
 
 @dataclass(frozen=True)
 class Runs:
-    """All rows that ask at one step, in order."""
+    """All rows that ask at one step, in order, in both shapes that kernels take."""
 
     runs: list[Run]
-    cached: list[Sequences] = field(default_factory=list, compare=False)  # made once, on the device
+    sequences: Sequences
 
     @classmethod
     def of(cls, rows: Tensor, starts: Tensor) -> "Runs":
-        """rows [R] int64 ascending, packed; starts [B+1] of the documents -> their runs. CPU."""
+        """rows [R] int64 ascending, packed; starts [B+1] of the documents. CPU."""
         if not len(rows):
-            return cls([])
+            return cls([], Sequences.of([]))
         documents = torch.searchsorted(starts, rows, right=True) - 1
         breaks = (rows.diff() != 1) | (documents.diff() != 0)
         edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
         firsts = rows[edges[:-1]].tolist()
         begins = starts[documents[edges[:-1]]].tolist()
         bounds = zip(edges[:-1], edges[1:], firsts, begins, strict=True)
-        return cls([Run(*bound) for bound in bounds])
+        runs = [Run(*bound) for bound in bounds]
+        return cls(runs, Sequences.of(runs))
 
-    def sequences(self, device: torch.device, rows: int) -> Sequences:
-        """For ``rows`` packed rows of keys; the index tensors are made at the first call."""
-        if not self.cached:
-            self.cached.append(self._sequences(device, rows))
-        return self.cached[0]
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Runs":
+        return replace(self, sequences=with_moved(self.sequences, move))
 
-    def _sequences(self, device: torch.device, rows: int) -> Sequences:
-        spans = [(run.document, run.own.stop) for run in self.runs]
-        lengths = [end - begin for begin, end in spans]
-        keys = torch.cat([torch.arange(begin, end) for begin, end in spans])
-        in_place = torch.equal(keys, torch.arange(rows))
-        queries = [run.end - run.start for run in self.runs]
 
-        def cumulative(values: list[int]) -> Tensor:
-            ends = torch.tensor([0, *values]).cumsum(0)
-            return ends.to(device, torch.int32, non_blocking=True)
-
-        return Sequences(
-            query_ends=cumulative(queries),
-            key_ends=cumulative(lengths),
-            longest_query=max(queries),
-            longest_key=max(lengths),
-            keys=None if in_place else keys.to(device, non_blocking=True),
-        )
+def with_moved(item: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A dataclass with ``move`` applied to the tensors among its fields: to a device, into pinned
+    memory."""
+    values = {part.name: getattr(item, part.name) for part in fields(item)}
+    return replace(item, **{k: move(v) for k, v in values.items() if isinstance(v, Tensor)})

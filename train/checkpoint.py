@@ -108,7 +108,10 @@ class Checkpoints:
             aside = folder.with_name(f".damaged-{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.replace(aside)
-            say(f"{folder}: {wrong}; moved to {aside.name}, the checkpoint before is taken")
+            say(
+                f"{folder}: {wrong}; the checkpoint before is taken, and {aside.name} is what is "
+                "left of this one, delete it when you like"
+            )
         return None
 
 
@@ -125,7 +128,13 @@ def damage(folder: Path) -> str | None:
     checkpoint itself.
     """
     there = sizes(folder)
-    for name, size in json.loads((folder / STATE).read_text())["files"].items():
+    try:
+        content = json.loads((folder / STATE).read_text())
+        TrainState(**content["state"])
+        expected = content["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{STATE} cannot be read ({error})"
+    for name, size in expected.items():
         if there.get(name) != size:
             return f"{name} has {there.get(name, 0)} of {size} bytes"
     return None

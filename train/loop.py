@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from train.metrics import Interval, MetricsLog, flat
 from train.stop import StopRequest
 from train.ttt import TrainingTimeTest
 
+CPU = torch.device("cpu")
 MIN_TEACHER_AGREEMENT = 0.9  # bf16 rounding flips near-ties, other weights flip nearly all
 
 
@@ -96,18 +98,18 @@ def fit(
     step, best_tau, best_step = state.step, state.best_tau, state.best_step
 
     breakdown = Breakdown(cfg.log.breakdown, device)
-    with closing(MetricsLog(cfg, folder, ranks, total)) as log, breakdown.watching():
+    with closing(MetricsLog(cfg, folder, ranks, total)) as log, breakdown:
         log.truncate(state.step)
         for window in breakdown.watched(loader.windows(start_step=step)):
             # ---- one training step -------------------------------------------------------------
-            with part("transfer"):
-                batches = [on_device(batch, device, engine.dtype) for batch in window.batches]
-            shares = row_weights(cfg, batches, request.asked)
-            for i, (batch, weight) in enumerate(zip(batches, shares.weights, strict=True)):
+            shares = row_weights(cfg, window.batches, request.asked, device)
+            for i, (packed, weight) in enumerate(zip(window.batches, shares.weights, strict=True)):
+                with part("transfer"):
+                    batch = on_device(packed, device, engine.dtype)
                 with part("forward"):
                     output = engine(batch, weight)
                 with part("backward"):
-                    engine.backward(output.loss, last=i == len(batches) - 1)
+                    engine.backward(output.loss, last=i == len(window.batches) - 1)
                 interval.add(output, len(batch.input_ids))
             with part("optimizer"):
                 norm = engine.step(schedule.lr(step), shares.total)
@@ -167,8 +169,18 @@ def build(
     teacher = Distillation(cfg.loss.kind, head, ends.config)
     module = TrainingTimeTest(draft, teacher, cfg.ttt, kernel, cfg.engine.recompute)
     if cfg.engine.compile:
+        refuse_missing_compiler(device)
         module.compile_parts()
     return module.to(device)
+
+
+def refuse_missing_compiler(device: torch.device) -> None:
+    """torch.compile writes C++ for a CPU; without a compiler the first step would fail."""
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        raise ConfigError(
+            "engine.compile=true: needs a C++ compiler on a CPU, and none is installed; install "
+            "g++, or take engine.compile=false"
+        )
 
 
 def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:
@@ -189,8 +201,9 @@ def curve_fingerprint(cfg: RunConfig, states: str) -> str:
 
     ``states`` is the capture's fingerprint, which covers verifier, template and data.
     """
+    optim = {**plain(cfg.optim), "micro_batch_tokens": None}  # packs change no result
     return fingerprint(
-        states, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
+        states, cfg.draft, cfg.ttt, cfg.loss, optim,
         cfg.engine.precision, cfg.engine.zero_stage, cfg.engine.deepspeed, cfg.run.seed,
         cfg.eval.valid_depth, cfg.log.valid_every,  # these two choose the best head
     )  # fmt: skip
@@ -205,13 +218,16 @@ class WindowShares:
     stops: Tensor  # []: ranks that were asked to stop
 
 
-def row_weights(cfg: RunConfig, batches: list[TTTBatch], asked: bool = False) -> WindowShares:
-    """Weights by loss.normalise; ``asked``, the wish to stop, rides in the same reduction.
+def row_weights(
+    cfg: RunConfig, batches: list[TTTBatch], asked: bool = False, device: torch.device = CPU
+) -> WindowShares:
+    """Weights on ``device`` by loss.normalise; ``asked``, the wish to stop, rides in the same
+    reduction.
 
     token: 1/N, N the rows at depth 0 over all ranks and the whole window. sequence: 1/(S*N_i),
     S the samples with supervision, N_i the rows of sample i.
     """
-    counts = [b.chains.roots.float() for b in batches]
+    counts = [b.chains.roots.float().to(device, non_blocking=True) for b in batches]
     by_token = cfg.loss.normalise is Normalise.token
     mine = torch.cat(counts).sum() if by_token else (torch.cat(counts) > 0).sum().float()
     total, stops = sum_over_ranks(torch.stack([mine, torch.full_like(mine, float(asked))]))
@@ -251,5 +267,6 @@ def describe(cfg: RunConfig, engine: Engine, steps: int, total: int, start: int)
         f"training {engine.trainable:,} parameters ({engine.frozen:,} frozen), depth "
         f"{cfg.ttt.depth}, {total} steps of {cfg.optim.batch_size} samples "
         f"({steps} an epoch), ZeRO-{engine.stage} {cfg.engine.precision.value}"
+        + f", attention by {engine.module.kernel.name}"
         + (f", resumed at step {start}" if start else "")
     )

@@ -35,15 +35,14 @@ class Interval:
         self.started = time.perf_counter()
 
     def pending(self) -> list[float]:
-        """This rank's sums so far, for a checkpoint between two reports."""
-        return [*self.totals.flatten().tolist(), float(self.tokens)]
+        """This rank's sums so far, for a checkpoint between two reports; the rate starts anew."""
+        return self.totals.flatten().tolist()
 
     def take_up(self, pending: list[list[float]], rank: int) -> None:
         """Go on from what ``pending`` gave on each rank; an empty list is a start at zero."""
         if pending:
-            *totals, tokens = pending[rank]
-            self.totals.copy_(torch.tensor(totals, dtype=torch.float64).view_as(self.totals))
-            self.tokens.fill_(tokens)
+            totals = torch.tensor(pending[rank], dtype=torch.float64)
+            self.totals.copy_(totals.view_as(self.totals))
 
     def close(self, decay: float) -> dict[str, float | list[float]]:
         """Reduce over ranks once and start anew -> loss, loss and accuracy by depth, tokens/s."""

@@ -46,7 +46,7 @@ class Opening:
     """What the first step starts from, for all packed rows."""
 
     hidden: Tensor  # [T, D] fused verifier states, the residual stream: fp32 or wider
-    share: Tensor  # [T, (H + 2 Hkv) * Dh] of x[t+1] in query, key and value
+    tokens: Tensor  # [T] x[t+1]
     memory: TTTMemory  # holds the step-0 keys
 
 
@@ -55,10 +55,10 @@ def open_unroll(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel) -> Opening:
     hidden = draft.fuse(batch.aux)
     hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     # The last row of a document is paired with a token of the next; no row that asks sees its key.
-    share = draft.share_of(shifted(batch.input_ids, 1))
+    tokens = shifted(batch.input_ids, 1)
     memory = TTTMemory(kernel)
-    draft.remember(share, hidden, batch.positions, memory)
-    return Opening(hidden, share, memory)
+    draft.remember(draft.share_of(tokens, asks=False), hidden, batch.positions, memory)
+    return Opening(hidden, tokens, memory)
 
 
 def unroll(
@@ -70,7 +70,7 @@ def unroll(
     """
     with part("keys"):
         opening, chains = open_unroll(draft, batch, kernel), batch.chains
-    share = opening.share[chains.near]
+    share = draft.share_of(opening.tokens[chains.near])
     hidden, memory = opening.hidden[chains.steps[0].rows], opening.memory
 
     def advance(step: ChainStep, hidden: Tensor, memory: TTTMemory, known: bool) -> DraftOutput:
@@ -99,7 +99,8 @@ def unroll_own(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, depth: int) 
     """
     opening, step = open_unroll(draft, batch, kernel), batch.chains.steps[0]
     proposed = batch.input_ids.new_full((depth, len(batch.input_ids)), -1)
-    share, hidden, memory = opening.share[step.rows], opening.hidden[step.rows], opening.memory
+    share = draft.share_of(opening.tokens[step.rows])
+    hidden, memory = opening.hidden[step.rows], opening.memory
     for k in range(depth):
         memory = memory.following(step.runs, None)
         output = draft(share, hidden, step.positions + k, memory, known=k == 0)
@@ -148,8 +149,6 @@ class TrainingTimeTest(nn.Module):
         weights = row_weights[chains.documents] * self.ttt.decay ** chains.depths.to(row_weights)
         with part("loss"):
             guesses = self.distillation(self.draft, batch, steps, weights)
-        sums = guesses.losses.new_zeros(2, self.ttt.depth)
-        sums[0].index_add_(0, chains.depths, guesses.losses)
-        sums[1].index_add_(0, chains.depths, guesses.hits.to(sums.dtype))
-        counts = torch.tensor(chains.counts, device=sums.device)
-        return TTTOutput(guesses.loss, sums=sums[0], counts=counts, hits=sums[1])
+        figures = torch.stack((guesses.losses, torch.ones_like(guesses.losses), guesses.hits))
+        totals = figures.new_zeros(3, self.ttt.depth).index_add_(1, chains.depths, figures)
+        return TTTOutput(guesses.loss, *totals)

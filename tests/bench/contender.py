@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from threading import Event, Thread
 from time import perf_counter
 from typing import Any, Protocol, TextIO
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from workload import Case, Shape, Workload, make_workload
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+TURN = 2.5  # seconds of steps that a turn has at least; its figure is their median
 INTERVAL = 0.002  # seconds between two looks at the resident memory
 
 
@@ -120,9 +122,13 @@ def measured(contender: Contender, case: Case, measure: str) -> dict[str, Any]:
             outcome = take_step(forward)
         extra = memory.extra
     else:
-        begin = perf_counter()
-        outcome = take_step(forward)
-        seconds = perf_counter() - begin
+        times: list[float] = []
+        while sum(times) < TURN:
+            clear(contender.trained)
+            begin = perf_counter()
+            outcome = take_step(forward)
+            times.append(perf_counter() - begin)
+        seconds = median(times)
     gradients = [p.grad for p in contender.trained.parameters() if p.grad is not None]
     return {
         "seconds": seconds,

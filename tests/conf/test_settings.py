@@ -41,7 +41,17 @@ def test_all_that_shapes_the_head_counts(tmp_path: Path, word: str):
 
 
 @pytest.mark.parametrize(
-    "word", ["eval.n_draft=2", "engine.threads=1", "verifier.attention=eager", "log.every=5"]
+    "word",
+    [
+        "eval.n_draft=2",
+        "engine.threads=1",
+        "verifier.attention=eager",
+        "log.every=5",
+        "engine.attention=plain",
+        "engine.compile=true",
+        "engine.recompute=true",
+        "optim.micro_batch_tokens=64",
+    ],
 )
 def test_what_only_measures_may_change(tmp_path: Path, word: str):
     make_run(tmp_path)

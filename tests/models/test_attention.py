@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from conf.schema import ConfigError, DraftAttentionKind
-from models.attention import Attended, Kernel, Question, attend, by_group, dot
+from models.attention import Attended, Diagonal, Kernel, Question, attend, by_group, dot
 from models.kernels import CPU_FLASH, CUDA_FLASH, FLASH_ATTN, PLAIN, choose_kernel
-from models.runs import Runs
+from models.runs import Runs, Sequences
 
 # Documents as (rows, rows that ask). The mixed pack has runs that begin at a document's first row
 # or end at its last, single rows, a document that nobody asks, and one of a single row.
@@ -84,7 +84,8 @@ def numbers(
 
 def ours(leaves: list[Tensor], runs: Runs, kernel: Kernel) -> Tensor:
     query, key, value, *own = leaves
-    return attend(query, (key, value), runs, own, kernel)
+    diagonals = [Diagonal(*pair) for pair in zip(own[::2], own[1::2], strict=True)]
+    return attend(query, (key, value), runs, diagonals, kernel)
 
 
 def dense(leaves: list[Tensor], pack: tuple[Tensor, Tensor]) -> Tensor:
@@ -240,7 +241,8 @@ def test_a_run_that_is_off_by_one_row_is_caught(kernel, by):
     runs = Runs.of(*pack).runs
     wanted = results(dense(leaves, pack), leaves)
     for i, run in enumerate(runs):
-        moved = Runs([*runs[:i], replace(run, first=run.first + by), *runs[i + 1 :]])
+        changed = [*runs[:i], replace(run, first=run.first + by), *runs[i + 1 :]]
+        moved = Runs(changed, Sequences.of(changed))
         errors = apart(results(ours(leaves, moved, kernel), leaves), wanted)
         assert min(errors[name] for name in ("output", "query", "base key", "base value")) > WRONG
 
@@ -351,7 +353,7 @@ def gpu(monkeypatch):
 
     def of(capability: tuple[int, int], installed: bool) -> None:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
-        monkeypatch.setattr("models.kernels.is_flash_attn_2_available", lambda: installed)
+        monkeypatch.setattr("models.kernels.flash_attn_is_here", lambda: installed)
 
     return of
 

@@ -72,7 +72,8 @@ def test_a_backward_of_the_gated_mlp_can_be_repeated():
 
 def test_shares_of_token_and_state_add_up_to_the_projection_of_the_pair():
     layer, token, state = attention(), numbers(5, WIDTH), numbers(5, WIDTH, seed=1)
-    shares = layer.share_of(token).split(layer.sizes, dim=-1)
+    shares = layer.share_of(token, asks=True).split(layer.sizes, dim=-1)
+    assert torch.equal(layer.share_of(token, asks=False), torch.cat(shares[1:], -1))
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     for share, projection, heads in zip(
         shares, projections, (HEADS, KV_HEADS, KV_HEADS), strict=True
@@ -87,7 +88,9 @@ def test_a_layer_equals_its_words(normed):
     layer, rows = mid_layer(normed), 6
     embedded, hidden = numbers(1, rows, WIDTH), numbers(1, rows, WIDTH, seed=1)
     positions = torch.arange(rows)[None]
-    found = layer(layer.share_of(embedded), hidden, positions, DraftCache(rows), known=False)
+    found = layer(
+        layer.share_of(embedded, asks=True), hidden, positions, DraftCache(rows), known=False
+    )
     states = layer.hidden_norm(hidden)
     pair = torch.cat((layer.input_layernorm(embedded), states), -1)
     of = layer.self_attn
@@ -106,10 +109,11 @@ def test_a_layer_equals_its_words(normed):
 
 def test_known_rows_remember_nothing_and_answer_the_same():
     layer, rows = mid_layer(False), 6
-    share, hidden = layer.share_of(numbers(1, rows, WIDTH)), numbers(1, rows, WIDTH, seed=1)
+    tokens, hidden = numbers(1, rows, WIDTH), numbers(1, rows, WIDTH, seed=1)
+    share = layer.share_of(tokens, asks=True)
     positions = torch.arange(rows)[None]
     told, taught = DraftCache(rows), DraftCache(rows)
-    layer.remember(share, hidden, positions, told)
+    layer.remember(layer.share_of(tokens, asks=False), hidden, positions, told)
     assert told.length == rows
     known = layer(share, hidden, positions, told, known=True)
     assert told.length == rows
@@ -214,20 +218,19 @@ def test_a_step_keeps_the_keys_of_the_rows_that_go_on():
     assert [id(t) for t in same.earlier] == [id(t) for t in first.own]  # no copy where all go on
     kept = torch.tensor([0, 2])
     fewer = first.following(Runs.of(rows[kept], starts), kept)
-    assert torch.equal(fewer.earlier[0], states["one"][kept])
-    assert torch.equal(fewer.earlier[1], -states["one"][kept])
+    (one,) = fewer.earlier
+    assert one.key is states["one"]  # nor where some stop: the attention gathers
+    assert torch.equal(one.at(one.value), -states["one"][kept])
     two = numbers(2, KV_HEADS, HEAD, seed=5)
     fewer.remember(two, 2 * two)
     last = torch.tensor([1])
-    fewest = fewer.following(Runs.of(rows[kept][last], starts), last)
-    assert len(fewest.earlier) == 4  # key, value, key, value: by step
-    for found, wanted in zip(
-        fewest.earlier,
-        (states["one"][[2]], -states["one"][[2]], two[[1]], 2 * two[[1]]),
-        strict=True,
-    ):
-        assert torch.equal(found, wanted)
-    assert len(first.own) == 2
+    one, other = fewer.following(Runs.of(rows[kept][last], starts), last).earlier
+    assert torch.equal(one.at(one.key), states["one"][[2]])
+    assert torch.equal(other.at(other.value), 2 * two[[1]])
+    assert torch.equal(
+        one.back(torch.ones(1, 2)), torch.tensor([[0.0] * 2, [0] * 2, [1] * 2, [0] * 2])
+    )
+    assert len(first.own) == 1
     assert not first.earlier  # the memories of earlier steps are as they were
 
 
@@ -242,7 +245,7 @@ def test_a_step_that_is_computed_twice_remembers_once():
     first = step.attend(query)
     step.remember(states.clone(), states.clone())
     assert torch.equal(step.attend(query), first)
-    assert len(step.following(runs, None).earlier) == 2
+    assert len(step.following(runs, None).earlier) == 1
 
 
 @pytest.mark.parametrize("kernel", [PLAIN, CPU_FLASH], ids=lambda kernel: kernel.name)

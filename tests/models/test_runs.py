@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import attend
+from models.attention import Diagonal, attend
 from models.kernels import CUDA_FLASH, FLASH_ATTN, PLAIN
 from models.runs import Run, Runs
 
@@ -63,9 +63,8 @@ def test_sequences_hold_the_prefix_of_every_run(seed):
     rows, starts = random_rows(seed)
     if not len(rows):
         rows, starts = torch.tensor([1]), torch.tensor([0, 4])
-    total = int(starts[-1])
     runs = Runs.of(rows, starts)
-    found = runs.sequences(torch.device("cpu"), total)
+    found = runs.sequences
     prefixes = [list(range(run.document, run.first + run.end - run.start)) for run in runs.runs]
     keys = [key for prefix in prefixes for key in prefix]
     assert found.query_ends.dtype == found.key_ends.dtype == torch.int32
@@ -74,17 +73,16 @@ def test_sequences_hold_the_prefix_of_every_run(seed):
     assert int(found.key_ends[0]) == 0
     assert found.longest_query == max(run.end - run.start for run in runs.runs)
     assert found.longest_key == max(len(prefix) for prefix in prefixes)
-    in_place = keys == list(range(total))
-    assert (found.keys is None) == in_place
-    assert in_place or found.keys.tolist() == keys
+    assert found.keys.tolist() == keys
 
 
-def test_sequences_of_whole_documents_gather_nothing():
-    starts = torch.tensor([0, 4, 9, 9, 12])
-    for rows in (torch.arange(12), torch.tensor([3, 6, 7, 8, 11])):  # the last row asks: all keys
-        assert Runs.of(rows, starts).sequences(torch.device("cpu"), 12).keys is None
-    for rows in (torch.arange(11), torch.tensor([1, 3, 8, 11])):  # too few, and some twice
-        assert Runs.of(rows, starts).sequences(torch.device("cpu"), 12).keys is not None
+def test_moving_runs_moves_their_tensors_alone():
+    runs = Runs.of(torch.tensor([1, 2, 6]), torch.tensor([0, 5, 8]))
+    moved = runs.moved(lambda tensor: tensor + 1)
+    assert moved.runs == runs.runs
+    for name in ("query_ends", "key_ends", "keys"):
+        assert torch.equal(getattr(moved.sequences, name), getattr(runs.sequences, name) + 1)
+    assert moved.sequences.longest_key == runs.sequences.longest_key
 
 
 # ---- the CUDA kernels, with what they call emulated ------------------------------------------
@@ -225,7 +223,8 @@ def test_a_cuda_kernel_asks_what_the_plain_one_computes(kernel, pack, steps):
     found = []
     for one in (kernel, PLAIN):
         query, key, value, *own = leaves
-        output = attend(query, (key, value), Runs.of(rows, starts), own, one)
+        later = [Diagonal(*pair) for pair in zip(own[::2], own[1::2], strict=True)]
+        output = attend(query, (key, value), Runs.of(rows, starts), later, one)
         found.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
     for ours, plain in zip(*found, strict=True):
         assert float((ours - plain).abs().max() / plain.abs().max()) <= BOUND

@@ -1,6 +1,6 @@
 """Run under torchrun by test_engine.py: a few steps on made-up states, the curve as JSON.
 
-argv: steps out_file job ...    A job is stage:precision[:micro_batch_size[:samples a step,...]];
+argv: steps out_file job ...    A job is stage:precision[:samples a pack[:samples a step,...]];
 with other sizes than the usual ones it runs six steps.
 """
 

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def train(breakdown: Breakdown, steps: int) -> int:
     done = 0
-    with breakdown.watching():
+    with breakdown:
         for _ in breakdown.watched(iter(range(steps))):
             with part("forward"):
                 time.sleep(0.002)
@@ -42,9 +42,17 @@ def test_it_says_where_the_time_goes(capsys: pytest.CaptureFixture[str]):
     assert sum(outer) == pytest.approx(100, abs=0.5)
 
 
-def test_a_run_shorter_than_the_warm_up_prints_nothing(capsys: pytest.CaptureFixture[str]):
-    assert train(Breakdown(4, CPU), WARM_UP - 1) == WARM_UP - 1
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize("steps", [1, WARM_UP - 1, WARM_UP])
+def test_a_run_that_ends_in_the_warm_up_says_so(steps, capsys: pytest.CaptureFixture[str]):
+    assert train(Breakdown(4, CPU), steps) == steps
+    assert capsys.readouterr().out.startswith("log.breakdown=4: nothing to show")
+
+
+def test_a_run_that_ends_inside_is_divided_by_what_was_seen(capsys: pytest.CaptureFixture[str]):
+    train(Breakdown(10, CPU), WARM_UP + 2)
+    table = capsys.readouterr().out
+    assert "mean of 2 steps" in table
+    assert float(re.findall(r"a step's ([\d.]+) ms", table)[0]) > 18
 
 
 def test_off_it_profiles_nothing(capsys: pytest.CaptureFixture[str]):
