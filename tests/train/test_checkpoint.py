@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import ConfigError, JobError, RunConfig
+from conf.schema import ConfigError, DraftAttentionKind, JobError, RunConfig
 from models.draft_file import CONFIG
 from train import checkpoint
 from train.checkpoint import Checkpoints, TrainState
@@ -82,6 +82,15 @@ def test_a_damaged_checkpoint_is_set_aside(checkpoints: Checkpoints, harm: str, 
     assert (checkpoints.folder / ".damaged-step-00000020").is_dir()
 
 
+@pytest.mark.parametrize("content", ['{"state": {', "{}", '{"state": {"step": 1}, "files": {}}'])
+def test_a_state_file_that_cannot_be_read_is_damage(checkpoints: Checkpoints, content, capsys):
+    save_all(checkpoints, 10, 20)
+    (checkpoints.at(20) / "state.json").write_text(content)
+    assert checkpoints.resume(FakeEngine(), FRESH).step == 10
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "state.json cannot be read" in said and "delete it when you like" in said
+
+
 def test_with_no_sound_checkpoint_left_training_starts_anew(checkpoints: Checkpoints):
     save_all(checkpoints, 10)
     (checkpoints.at(10) / "weights").unlink()
@@ -154,5 +163,15 @@ def test_what_shapes_the_curve_is_in_its_fingerprint():
     assert curve_fingerprint(cfg, "states1") != known
     assert curve_fingerprint(replace(cfg, run=replace(cfg.run, seed=1)), "states0") != known
     assert curve_fingerprint(replace(cfg, ttt=replace(cfg.ttt, depth=1)), "states0") != known
-    free = replace(cfg, log=replace(cfg.log, every=1), run=replace(cfg.run, name="x"))
+    free = replace(cfg, log=replace(cfg.log, every=1, breakdown=3), run=replace(cfg.run, name="x"))
     assert curve_fingerprint(free, "states0") == known
+
+
+def test_what_a_machine_dictates_does_not_shape_the_curve():
+    """After an out-of-memory error a run goes on with smaller packs."""
+    cfg = RunConfig()
+    other = RunConfig()
+    other.optim.micro_batch_tokens = 64
+    other.engine.attention = DraftAttentionKind.plain
+    other.engine.compile = other.engine.recompute = True
+    assert curve_fingerprint(other, "states0") == curve_fingerprint(cfg, "states0")
