@@ -42,7 +42,7 @@ from workload import TINY, Case, Shape  # noqa: E402
 from conf.runtime import write_atomically  # noqa: E402
 
 COMPILED_SHARE = 40  # the one case that is also run under torch.compile
-MEMORY_TRIES = 2
+MEMORY_TRIES = 1
 
 
 def rivals_of(args: argparse.Namespace, compiled: bool = False) -> list[Rival]:
