@@ -122,16 +122,17 @@ class _ChunkedLoss(torch.autograd.Function):
         hits = torch.empty_like(losses, dtype=torch.bool)
         trains_head = known.trained and ctx.needs_input_grad[1]
         of_head = torch.zeros_like(head, dtype=wide) if trains_head else None
-        most = CHUNK_LOGITS[states.device.type] // len(head)
-        for chunk in chunks_of(chains, most):
+        chunks = list(chunks_of(chains, CHUNK_LOGITS[states.device.type] // len(head)))
+        room = Room.of(chunks, head, wide)
+        for chunk in chunks:
             rows, weights = states[chunk.guesses], known.weights[chunk.guesses, None]
             teacher = known.distillation.teacher(known.batch, chains.targets[chunk.targets], draft)
             if not chunk.even:
                 teacher = teacher.repeated(chains.targets_of[chunk.guesses] - chunk.targets.start)
-            logits = product(rows, head.T).view(len(teacher.ids), -1, len(head))
-            best = logits.argmax(-1)
-            hits[chunk.guesses] = (draft.to_target_ids(best) == teacher.ids[:, None]).flatten()
-            graded = known.distillation.grade(known.distillation.kind, logits, best, teacher)
+            found = room.look(rows, head, len(teacher.ids))
+            right = draft.to_target_ids(found.best) == teacher.ids[:, None]
+            hits[chunk.guesses] = right.flatten()
+            graded = known.distillation.grade(known.distillation.kind, found, teacher)
             losses[chunk.guesses] = graded.losses.flatten()
             if not known.trained:
                 continue
@@ -159,20 +160,53 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class Looked:
+    """What the draft says in one chunk: M targets with m guesses each."""
+
+    logits: Tensor  # [M, m, Vd]
+    probs: Tensor  # [M, m, Vd]
+    best: Tensor  # [M, m] argmax
+
+
+@dataclass(frozen=True)
+class Room:
+    """Logits and probabilities of the largest chunk, used by all in turn.
+
+    Memory that is new each time costs a page fault per 4 kB, a tenth of a CPU's step.
+    """
+
+    logits: Tensor  # [P, Vd]
+    probs: Tensor  # [P, Vd]
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], head: Tensor, dtype: torch.dtype) -> "Room":
+        most = max((c.guesses.stop - c.guesses.start for c in chunks), default=0)
+        shape = (most, len(head))
+        return cls(head.new_empty(shape, dtype=dtype), head.new_empty(shape, dtype=dtype))
+
+    def look(self, rows: Tensor, head: Tensor, targets: int) -> Looked:
+        """rows [P, D] on ``head`` [Vd, D]; overwrites the chunk before."""
+        logits, probs = self.logits[: len(rows)], self.probs[: len(rows)]
+        product(rows, head.T, logits)
+        torch.softmax(logits, -1, out=probs)
+        shape = (targets, -1, len(head))
+        return Looked(logits.view(shape), probs.view(shape), logits.argmax(-1).view(targets, -1))
+
+
+@dataclass(frozen=True)
 class Graded:
     losses: Tensor  # [M, m]
     of_logits: Tensor  # [M, m, Vd] gradient of each loss by its logits
 
 
-def grade(kind: LossKind, logits: Tensor, best: Tensor, teacher: Teacher) -> Graded:
-    """m guesses a target: logits [M, m, Vd] with argmax ``best`` [M, m] against M teacher rows.
+def grade(kind: LossKind, found: Looked, teacher: Teacher) -> Graded:
+    """m guesses a target against M teacher rows; ``found`` is used up.
 
     kl: KL(target || draft) over the draft vocabulary. ce: the verifier's argmax; no loss where it
     is outside the vocabulary. tv: 1 - sum min(target, draft); lk: -log of that sum; both with the
-    target's mass over the full vocabulary. ``logits`` are used up.
+    target's mass over the full vocabulary.
     """
-    probs = logits.softmax(-1)
-    best = best[..., None]
+    logits, probs, best = found.logits, found.probs, found.best[..., None]
     lse = (logits.gather(-1, best) - probs.gather(-1, best).log()).squeeze(-1)
     if kind is LossKind.kl:
         wanted = teacher.probs[:, None]
@@ -194,12 +228,17 @@ def grade(kind: LossKind, logits: Tensor, best: Tensor, teacher: Teacher) -> Gra
     return Graded(-overlap.log(), of_logits.div_(overlap[..., None]))
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left @ right in fp32 at least: softmax and its gradient need it. The CPU's product rounds to
     bf16 first, CUDA's does not."""
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).to(torch.promote_types(left.dtype, torch.float32))
+    if out is None:
+        wide = torch.promote_types(left.dtype, torch.float32)
+        out = left.new_empty(len(left), right.shape[1], dtype=wide)
+    if out.dtype == left.dtype:
+        return torch.mm(left, right, out=out)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
+    return out.copy_(left @ right)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -71,15 +71,15 @@ def unroll(
     with part("keys"):
         opening, chains = open_unroll(draft, batch, kernel), batch.chains
     share = draft.share_of(opening.tokens[chains.near])
-    hidden, memory = opening.hidden[chains.steps[0].rows], opening.memory
+    hidden, memory = opening.hidden.index_select(0, chains.steps[0].rows), opening.memory
 
     def advance(step: ChainStep, hidden: Tensor, memory: TTTMemory, known: bool) -> DraftOutput:
-        return draft(share[step.tokens], hidden, step.positions, memory, known)
+        return draft(share.index_select(0, step.tokens), hidden, step.positions, memory, known)
 
     normed = []
     for k, step in enumerate(chains.steps):
         memory = memory.following(step.runs, step.kept)
-        hidden = hidden if step.kept is None else hidden[step.kept]
+        hidden = hidden if step.kept is None else hidden.index_select(0, step.kept)
         if recompute:  # nothing is drawn at random
             output = checkpoint(
                 advance, step, hidden, memory, k == 0, use_reentrant=False, preserve_rng_state=False
