@@ -11,10 +11,11 @@ from transformers import LlamaConfig
 from workload import Shape, answer_length
 
 from conf.schema import LossKind, TTTSection
-from data.chains import Chains, moved
+from data.chains import Chains
 from data.records import TTTBatch
 from models.attention import Kernel
 from models.eagle3 import INIT_STD, Eagle3Draft
+from models.runs import with_moved
 from models.vocab import DraftVocab
 from train.loss import Distillation
 from train.ttt import TrainingTimeTest
@@ -104,7 +105,7 @@ def make_batch(problem: Problem, place: Place) -> TTTBatch:
         samples=shape.batch,
         chains=chains,
     )
-    there = moved(batch, lambda tensor: tensor.to(place.device))
+    there = with_moved(batch, lambda tensor: tensor.to(place.device))
     return replace(there, chains=chains.moved(lambda tensor: tensor.to(place.device)))
 
 
