@@ -85,13 +85,20 @@ def text_of_key(value: dict, key: str) -> str:
     return text if isinstance(text, str) else ""
 
 
-def answer_ids(value: dict) -> tuple[int, ...]:
-    ids = value.get("answer_ids")
-    if ids is None:
+def answer_ids(value: dict) -> tuple[tuple[int, ...], ...]:
+    """The ids of each answer at the end of the row; a flat list is the last answer's."""
+    listed = value.get("answer_ids")
+    if listed is None or listed == []:
         return ()
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+    if isinstance(listed, list) and all(type(i) is int for i in listed):
+        listed = [listed]
+    whole = isinstance(listed, list) and all(
+        isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
+        for ids in listed
+    )
+    if not whole:
         raise RowRefused("answer_ids is no list of token ids")
-    return tuple(ids)
+    return tuple(tuple(ids) for ids in listed)
 
 
 def raw_turns(value: dict) -> list[Turn]:

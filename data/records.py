@@ -14,9 +14,28 @@ from data.chains import Chains
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """What an assistant asks of a tool."""
+
+    name: str
+    arguments: str  # JSON text of an object
+
+
+@dataclass(frozen=True)
 class Turn:
-    role: str  # "system", "user" or "assistant"
+    role: str  # "system", "user", "assistant" or "tool"
     content: str
+    reasoning: str = ""  # an assistant's thoughts, where a row keeps them apart from the answer
+    calls: tuple[ToolCall, ...] = ()  # an assistant's; the content may then be empty
+    name: str = ""  # of the tool whose result this is, where known
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """A row that was handed in as token ids: no template is applied."""
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]  # equally many
 
 
 @dataclass(frozen=True)
@@ -26,7 +45,9 @@ class Conversation:
     task: str = ""  # a label of the prompt, reported on its own
     greedy: bool = False  # the last answer is the verifier's own greedy text
     cut: bool = False  # the last answer was cut by a length limit: it has no end of turn
-    answer_ids: tuple[int, ...] = ()  # the last answer as generated, its end of turn included
+    answer_ids: tuple[tuple[int, ...], ...] = ()  # the last answers as generated, ends of turn too
+    tools: str = ""  # JSON list of the tools' schemas, for the chat template
+    tokenised: Tokenised | None = None  # in place of turns
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def encode_generated(
     The answer alone is supervised; those before it in the prompt are not known to be the
     verifier's. The ids are checked to spell the row's text, so that another verifier's are found.
     """
-    answer = list(conversation.answer_ids)
+    answer = list(conversation.answer_ids[-1])
     if max(answer) >= len(tokenizer):
         raise RowRefused(FOREIGN)
     spelt = tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -66,7 +66,7 @@ def test_optional_keys():
     }
     found = read_row(row, "f:1").conversation
     assert (found.id, found.task, found.greedy, found.cut) == ("7", "sums", True, True)
-    assert found.answer_ids == (5, 6)
+    assert found.answer_ids == ((5, 6),)
 
 
 @pytest.mark.parametrize("name", [None, "", ["x"]])

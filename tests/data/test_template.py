@@ -359,7 +359,7 @@ def test_one_bos_where_template_and_tokenizer_both_add_it(with_template):
 
 def test_answer_ids_follow_the_prompt_exactly(tokenizer):
     answer = tokenizer.convert_tokens_to_ids(["a", "b", "<|im_end|>"])
-    conversation = talk("q", "z", "r", "ab", answer_ids=tuple(answer), greedy=True)
+    conversation = talk("q", "z", "r", "ab", answer_ids=(tuple(answer),), greedy=True)
     ids, mask = encode(conversation, tokenizer, {})
     prompt = encode_prompt(conversation.turns[:-1], tokenizer, {})
     assert ids == prompt + answer
@@ -373,13 +373,13 @@ def test_answer_ids_keep_another_spelling_of_the_same_text():
     spelt = [tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "the"]
     spelt += tokenizer(" the", add_special_tokens=False)["input_ids"]
     assert len(spelt) > len(whole)
-    ids, _ = encode(talk("q", "the the", answer_ids=tuple(spelt), cut=True), tokenizer, {})
+    ids, _ = encode(talk("q", "the the", answer_ids=(tuple(spelt),), cut=True), tokenizer, {})
     assert ids[-len(spelt) :] == spelt
 
 
 @pytest.mark.parametrize("wrong", [[9, 9], [100_000], []])
 def test_answer_ids_of_another_tokenizer_are_refused(tokenizer, wrong):
-    conversation = talk("q", "ab", answer_ids=tuple(wrong))
+    conversation = talk("q", "ab", answer_ids=(tuple(wrong),))
     if not wrong:  # none at all: the text is used
         assert encode(conversation, tokenizer, {}) == encode(talk("q", "ab"), tokenizer, {})
         return
