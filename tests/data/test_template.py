@@ -350,7 +350,7 @@ def test_one_bos_where_template_and_tokenizer_both_add_it(with_template):
     prompt = encode_prompt(talk("q").turns, tokenizer, {})
     assert prompt.count(bos) == 1
     answer = tuple(tokenizer("a</s>", add_special_tokens=False)["input_ids"])
-    generated, _ = encode(talk("q", "a", answer_ids=answer), tokenizer, {})
+    generated, _ = encode(talk("q", "a", answer_ids=(answer,)), tokenizer, {})
     assert generated == prompt + list(answer)
 
 
@@ -379,7 +379,7 @@ def test_answer_ids_keep_another_spelling_of_the_same_text():
 
 @pytest.mark.parametrize("wrong", [[9, 9], [100_000], []])
 def test_answer_ids_of_another_tokenizer_are_refused(tokenizer, wrong):
-    conversation = talk("q", "ab", answer_ids=(tuple(wrong),))
+    conversation = talk("q", "ab", answer_ids=(tuple(wrong),) if wrong else ())
     if not wrong:  # none at all: the text is used
         assert encode(conversation, tokenizer, {}) == encode(talk("q", "ab"), tokenizer, {})
         return
