@@ -1,4 +1,4 @@
-"""States in eight bits: how far they may be off, and that small states beside large ones survive."""
+"""States in eight bits: how far off, and that small states beside large ones survive."""
 
 import torch
 
@@ -6,7 +6,7 @@ from data.fp8 import FP8, quantise, restored
 
 
 def some_rows() -> torch.Tensor:
-    """Three states a row of root mean squares 0.3, 98 and 300; one value of 25,000 in the second."""
+    """Three states a row, of rms 0.3, 98 and 300; one value of 25,000 in the second."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(50, 3, 64, generator=generator) * torch.tensor([0.3, 98.0, 300.0])[:, None]
     rows[7, 1, 5] = 25_000.0
