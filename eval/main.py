@@ -36,6 +36,7 @@ from eval.verify import AcceptRule
 from models.draft_file import load_draft
 from models.generate import end_ids
 from models.sampling import Sampling
+from models.token_strings import refuse_other_tokens
 from models.verifier import Verifier, load_facts
 
 NGRAM_ORDER = 4
@@ -61,6 +62,7 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
     device = pick_device(cfg.run.device, RankInfo.from_env().local_rank)
 
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
+    refuse_other_tokens(draft_folder, verifier.tokenizer)
     draft = load_draft(draft_folder, device, torch.float32, verifier.embedding)
     settings = decode_settings(cfg, verifier)
     say(f"eval: {len(chosen.top)} prompts, {len(chosen.unseen)} of unseen patterns, float32")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -59,6 +59,22 @@ def settled(rope: Rope) -> dict[str, Any]:
     scale = parameters.get(MSCALES[long]) or Rotary(rope).scaling  # Phi-3.5-MoE has its own
     both = {"short_factor": list(factors), "long_factor": list(factors)}
     return parameters | both | dict.fromkeys(("attention_factor", *MSCALES), scale)
+
+
+def settle_longrope(model: nn.Module, max_positions: int) -> None:
+    """Let a verifier use one of longrope's two tables for all texts, as ``settled`` has it.
+
+    The library chooses by the longest text of a batch, so that states would depend on what else
+    is in it, and a cached answer that passes the limit would mix keys of both tables.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            rotary: Any = module
+            compute = ROPE_INIT_FUNCTIONS["longrope"]
+            table, _ = compute(rotary.config, rotary.inv_freq.device, seq_len=max_positions)
+            for kept in (rotary.inv_freq, rotary.original_inv_freq):
+                kept.copy_(table)
+            rotary.long_inv_freq = table
 
 
 class Rotary:
