@@ -1,10 +1,12 @@
 """Which of the library's model classes a verifier is, and whether Eyrie finds its way about it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -28,11 +30,28 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
+def stored_name(model: PreTrainedModel, stored: Iterable[str], name: str) -> str:
+    """The tensor in the files that the library loads as parameter ``name``; else ``name`` itself.
+
+    Files spell embed_out for GPT-NeoX's lm_head, and older ones of wrapped models have prefixes of
+    their own. Only tensors outside the layers are looked at: a mixture has 100,000 inside.
+    """
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    parameters = model.state_dict()
+    for key in stored:
+        if ".layers." not in key:
+            prefix = model.base_model_prefix
+            if rename_source_key(key, renamings, [], prefix, parameters)[0] == name:
+                return key
+    return name
+
+
 def refuse_attention(section: VerifierSection, config: PreTrainedConfig) -> None:
     """Raise ConfigError when the architecture has not the attention asked for (gpt-oss: eager)."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
-            model = mapping[type(config)]
+            model: Any = mapping[type(config)]
             break
     else:
         return  # code that comes with the weights: the library says it when it builds the model

@@ -122,8 +122,8 @@ def refuse_other_kinds(
     else:
         return
     raise ConfigError(
-        f"verifier.path={section.path}: a {text.model_type} model {reason}; choose one with rotary "
-        "positions, such as Llama or Qwen3"
+        f"verifier.path={section.path}: its kind, {text.model_type}, {reason}; choose one with "
+        "rotary positions, such as Llama or Qwen3"
     )
 
 
@@ -138,8 +138,8 @@ def rope_of(section: VerifierSection, text: PreTrainedConfig) -> dict[str, Any]:
     else:
         return table
     raise ConfigError(
-        f"verifier.path={section.path}: a {text.model_type} model has {reason}, which the draft "
-        f"head cannot have; choose one with a table of type {', '.join(STATIC_TYPES)}"
+        f"verifier.path={section.path}: its kind, {text.model_type}, has {reason}, which the "
+        f"draft head cannot have; choose one with a table of type {', '.join(STATIC_TYPES)}"
     )
 
 

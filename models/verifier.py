@@ -21,6 +21,7 @@ from models.architecture import (
     refuse_attention,
     refuse_missing_weights,
     refuse_structure,
+    stored_name,
 )
 from models.bundled import resolve
 from models.facts import (
@@ -185,12 +186,17 @@ def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> Veri
             config, trust_remote_code=section.trust_remote_code
         )
     names = {id(p): n for n, p in skeleton.named_parameters()}  # a tied head has the first name
-    table, head = skeleton.get_input_embeddings().weight, skeleton.get_output_embeddings().weight
     where = tensor_files(folder)
-    embedding = read_tensor(folder, where, names[id(table)], table.shape)
-    tied = names[id(head)] == names[id(table)]
-    read_head = embedding if tied else read_tensor(folder, where, names[id(head)], head.shape)
-    return VerifierEnds(embedding.to(dtype), read_head.to(dtype), config.get_text_config())
+
+    def read(weight: Tensor) -> Tensor:
+        return read_tensor(
+            folder, where, stored_name(skeleton, where, names[id(weight)]), weight.shape
+        ).to(dtype)
+
+    table, rows = skeleton.get_input_embeddings().weight, skeleton.get_output_embeddings().weight
+    embedding = read(table)
+    head = embedding if rows is table else read(rows)
+    return VerifierEnds(embedding, head, config.get_text_config())
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
@@ -214,10 +220,10 @@ def tensor_files(folder: Path) -> dict[str, str]:
 def read_tensor(
     folder: Path, where: dict[str, str], name: str, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Fetch one tensor by the library's name for it, of ``shape`` if that is given.
+    """Fetch one tensor, of ``shape`` if that is given. Raises ConfigError.
 
-    Files of wrapped models have another prefix (language_model.model. for model.language_model.):
-    then the one tensor counts that ends in the same two words. Raises ConfigError otherwise.
+    Wrapped models may store it under another prefix: without ``name`` itself, the one tensor
+    counts that ends in its last two words.
     """
     ending = "." + ".".join(name.split(".")[-2:])  # .embed_tokens.weight
     matches = [name] if name in where else [k for k in where if f".{k}".endswith(ending)]

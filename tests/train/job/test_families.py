@@ -111,7 +111,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "Qwen3": lambda: make("Qwen3", **WIDE),
     "Qwen3Moe": lambda: make("Qwen3Moe", head_dim=16, num_experts=4, **MIXTURE),
     "Gemma2": lambda: make(
-        "Gemma2", **WIDE, sliding_window=WINDOW, query_pre_attn_scalar=32, final_logit_softcapping=2.0
+        "Gemma2",
+        **WIDE,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=32,
+        final_logit_softcapping=2.0,
     ),
     "Gemma3Text": lambda: gemma3(final_logit_softcapping=2.0),
     "Gemma3": lambda: library.Gemma3Config(
