@@ -126,8 +126,8 @@ def check_head(request: Request) -> LosslessReport:
     device = pick_device(cfg.run.device, 0)
     prompts = take(read_prompts(request.prompts or cfg.eval.prompts).prompts, request.count)
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
-    refuse_other_tokens(request.head, verifier.tokenizer)
     draft = load_draft(request.head, device, torch.float32, verifier.embedding)
+    refuse_other_tokens(request.head, verifier.tokenizer)
     settings = DecodeSettings(cfg.eval.n_draft, request.new_tokens, end_ids(verifier))
     ids = encode_first(verifier, prompts, cfg.data.template_kwargs)
     if not ids:

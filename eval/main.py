@@ -62,8 +62,8 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
     device = pick_device(cfg.run.device, RankInfo.from_env().local_rank)
 
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
-    refuse_other_tokens(draft_folder, verifier.tokenizer)
     draft = load_draft(draft_folder, device, torch.float32, verifier.embedding)
+    refuse_other_tokens(draft_folder, verifier.tokenizer)
     settings = decode_settings(cfg, verifier)
     say(f"eval: {len(chosen.top)} prompts, {len(chosen.unseen)} of unseen patterns, float32")
     exact = run_exact(

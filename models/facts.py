@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.schema import ConfigError, VerifierSection
+from models.architecture import refuse_attention
 from models.bundled import resolve
 from models.layer_shape import LayerShape
 from models.rope import STATIC_TYPES, table_for_llama
@@ -91,6 +92,7 @@ def load_facts(section: VerifierSection, cache: Path) -> VerifierFacts:
     config = load_config_of(section, cache)
     text = config.get_text_config(decoder=True)
     refuse_other_kinds(section, config, text)
+    refuse_attention(section, config)
     rope = rope_of(section, text)
     eos = text.eos_token_id if text.eos_token_id is not None else config.eos_token_id
     return VerifierFacts(

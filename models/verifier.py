@@ -18,7 +18,6 @@ from conf.schema import ConfigError, VerifierSection
 from models.architecture import (
     auto_class,
     missing_package,
-    refuse_attention,
     refuse_missing_weights,
     refuse_structure,
     stored_name,
@@ -139,7 +138,6 @@ class Verifier:
 
 def from_files(section: VerifierSection, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-    refuse_attention(section, config)
     try:
         model, found = auto_class(config).from_pretrained(
             folder,
