@@ -62,6 +62,7 @@ def inner_size_of(text: PreTrainedConfig) -> int:
     dense layers; in others (gpt-oss, Mixtral) it is that of one expert, far from a layer's work.
     """
     inner = getattr(text, "intermediate_size", None)
+    inner = max(inner) if isinstance(inner, list) else inner  # one a layer
     experts = max(getattr(text, name, None) or 0 for name in COUNTS_OF_EXPERTS)
     expert_alone = experts > 1 and getattr(text, "moe_intermediate_size", None) is None
     return MLP_FACTOR * text.hidden_size if inner is None or expert_alone else inner

@@ -40,7 +40,8 @@ def table_for_llama(parameters: dict[str, Any]) -> dict[str, Any] | None:
     if nested and FULL not in nested:
         return None
     table = nested.get(FULL, parameters)
-    return {key: value for key, value in table.items() if key not in NOT_OF_LLAMA}
+    kept = {key: value for key, value in table.items() if key not in NOT_OF_LLAMA}
+    return {"rope_type": table.get("type", "default")} | kept
 
 
 def settled(rope: Rope) -> dict[str, Any]:

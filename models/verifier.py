@@ -128,6 +128,12 @@ class Verifier:
             )
         aux = torch.cat([self._aux[n] for n in self.facts.aux_layers], dim=-1)
         self._aux.clear()
+        if aux.shape[:-1] != input_ids.shape:
+            raise ConfigError(
+                f"verifier.path={self.facts.path}: the layers of {type(self.model).__name__} hand "
+                f"on {tuple(aux.shape[:-1])} rows for {tuple(input_ids.shape)} tokens, and a draft "
+                "head follows one stream; choose another verifier, such as Llama or Qwen3"
+            )
         return VerifierStates(aux, output.last_hidden_state)
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import transformers as library
 
-from conf.schema import DraftSection, VerifierSection
+from conf.schema import Attention, DraftSection, VerifierSection
 from models.eagle3 import DraftConfig
 from models.facts import VerifierFacts, load_facts
 from models.layer_shape import LayerShape
@@ -16,7 +16,7 @@ SMALL = {"num_hidden_layers": 8, "vocab_size": 128}
 
 def facts_of(folder: Path, kind: str, **sizes: Any) -> VerifierFacts:
     getattr(library, f"{kind}Config")(**{**SMALL, **sizes}).save_pretrained(folder)
-    return load_facts(VerifierSection(str(folder)), folder)
+    return load_facts(VerifierSection(str(folder), attention=Attention.eager), folder)
 
 
 GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}

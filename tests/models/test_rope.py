@@ -210,6 +210,11 @@ def test_keys_that_a_llama_layer_has_not_are_left_out():
     table = PARAMETERS["yarn"]
     more = {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12], "type": "yarn"}
     assert table_for_llama({**table, **more}) == table
+    older = {"type" if key == "rope_type" else key: value for key, value in table.items()}
+    assert table_for_llama(older) == table and table_for_llama({"rope_theta": 5.0}) == {
+        "rope_type": "default",
+        "rope_theta": 5.0,
+    }
 
 
 def test_old_and_new_spelling_are_one_table(tmp_path):

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    Gemma3nTextConfig,
     GPT2Config,
     GPTNeoXConfig,
     PhiConfig,
@@ -174,6 +175,15 @@ def test_layers_under_another_name(folder: Path):
     del model.gpt_neox.layers
     with pytest.raises(ConfigError, match="GPTNeoXForCausalLM keeps its 8 decoder layers where"):
         refuse_structure(VerifierSection(str(folder)), model, 8)
+
+
+def test_several_streams_side_by_side(folder: Path):
+    """Gemma 3n's layers hand on four."""
+    more = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "laurel_rank": 8}
+    save_model(folder, Gemma3nTextConfig(**SIZES, **more, vocab_size_per_layer_input=128))
+    loaded = load(VerifierSection(str(folder)), folder)
+    with pytest.raises(ConfigError, match=r"hand on \(4, 2, 5\) rows for \(2, 5\) tokens"):
+        loaded.states(torch.ones(2, 5, dtype=torch.int64))
 
 
 def test_an_embedding_under_another_name(folder: Path):
