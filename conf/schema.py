@@ -104,7 +104,7 @@ class DraftSection:
         32000  # most frequent supervised tokens; null: the verifier's whole vocabulary
     )
     head_init: HeadInit = HeadInit.verifier
-    intermediate_size: int | None = None  # MLP width; null: the verifier's
+    intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's
     norm_before_residual: bool = False  # layer-0 residual is the normed state
     norm_before_fc: bool = False  # one RMSNorm over the concatenated aux states

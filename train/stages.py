@@ -29,7 +29,8 @@ from eval.main import choose_prompts, evaluate
 from models.draft_file import CONFIG
 from models.export.card import DataFacts
 from models.export.vllm import export_run
-from models.verifier import load_facts
+from models.token_strings import save_tokens
+from models.verifier import load_facts, load_tokenizer
 from train.loop import curve_fingerprint, fit
 from train.stop import StopRequest
 
@@ -62,6 +63,8 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
         if trained:
             say(f"train: {folder / 'best'} is there and fits; skipped")
         else:
+            if ranks.is_main:
+                save_tokens(folder / "best", load_tokenizer(cfg.verifier, cache_dir(cfg)))
             with StopRequest() as request:
                 best = fit(cfg, prepared, cached, ranks, request)
             if best is None:
