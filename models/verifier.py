@@ -23,6 +23,7 @@ from models.facts import (
     load_tokenizer,
 )
 from models.kv import KVCache
+from models.placement import Placement, place
 
 SAMPLED_BLOCKS = 64  # of a weights file that go into its fingerprint
 BLOCK = 1 << 16
@@ -50,15 +51,18 @@ class Verifier:
 
     @classmethod
     def load(
-        cls, section: VerifierSection, cache: Path, device: torch.device, dtype: torch.dtype
+        cls,
+        section: VerifierSection,
+        cache: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        placement: Placement = Placement.whole,
     ) -> "Verifier":
-        """Load weights (safetensors only) onto ``device``. Raises ConfigError when not found."""
-        folder = resolve(section.path, cache)
-        tensor_files(folder)  # a folder without weights is refused before anything heavy
+        """Load weights (safetensors only) for ``device``. Raises ConfigError when not found."""
+        tensor_files(resolve(section.path, cache))  # refuses before anything heavy is done
         facts, tokenizer = load_facts(section, cache), load_tokenizer(section, cache)
         with library_errors_named(section, "model"):
-            model = from_files(section, folder, dtype)
-        nn.Module.to(model, device)
+            model = place(section, cache, dtype, device, placement)
         return cls(model, tokenizer, facts)
 
     @property
@@ -96,6 +100,10 @@ class Verifier:
 
         return keep
 
+    def forget(self) -> None:
+        """Drop the streams of a forward whose states nobody asked for."""
+        self._aux.clear()
+
     @torch.no_grad()
     def states(self, input_ids: Tensor, cache: KVCache | None = None) -> VerifierStates:
         """Run the backbone over ``input_ids`` [B, T].
@@ -116,29 +124,13 @@ class Verifier:
                 use_cache=True,
             )
         aux = torch.cat([self._aux[n] for n in self.facts.aux_layers], dim=-1)
-        self._aux.clear()
+        self.forget()
         return VerifierStates(aux, output.last_hidden_state)
 
     @torch.no_grad()
     def logits_from(self, last: Tensor) -> Tensor:
         """[..., D] after the final norm -> [..., V], with the model's own scale or soft-cap."""
         return scaled_logits(self.head(last), self.model.config.get_text_config())
-
-
-def from_files(section: VerifierSection, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=section.attention.value,
-            trust_remote_code=section.trust_remote_code,
-            use_safetensors=True,
-        )
-    except ImportError as error:  # transformers names the package that is not there
-        raise ConfigError(
-            f"verifier.attention={section.attention.value}: {str(error).splitlines()[0]}; "
-            "take verifier.attention=sdpa"
-        ) from error
 
 
 def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
