@@ -67,7 +67,7 @@ ABOVE_ZERO = {
     "optim.eps": "1e-8",
     "optim.clip": "0.5",
     "optim.epochs": "2",
-    "capture.tolerance": "0.02",
+    "capture.tolerance": "null",
 }
 
 
@@ -84,7 +84,7 @@ def positive_numbers(cfg: RunConfig) -> Iterator[str]:
         yield f"data.max_length={cfg.data.max_length}: must be at least 4; try data.max_length=2048"
     for knob, remedy in ABOVE_ZERO.items():
         value = value_of(cfg, knob)
-        if not 0 < value < float("inf"):
+        if value is not None and not 0 < value < float("inf"):
             yield f"{knob}={value}: must be a finite number above 0; try {knob}={remedy}"
 
 

@@ -31,7 +31,8 @@ from data.distributed import (
 from data.manifest import Manifest, ShardEntry, shard_folder, write_manifest
 from data.prepare import prepare
 from data.records import PreparedData, TokenizedSample
-from data.shards import HiddenStateShard, describe, write_shard
+from data.shard_file import describe, write_shard
+from data.shards import HiddenStateShard
 from data.states import check_states, states_of
 from models.verifier import Verifier
 

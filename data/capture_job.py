@@ -14,7 +14,8 @@ from conf.schema import ConfigError, RunConfig
 from data.manifest import FORMAT_VERSION, Manifest, manifest_file, open_manifest, shard_folder
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
-from data.shards import ShardSpan, is_whole, plan_spans
+from data.shard_file import is_whole
+from data.spans import RowSizes, ShardSpan, plan_spans
 from models.bundled import resolve
 from models.verifier import VerifierFacts, load_facts, load_tokenizer, weights_fingerprint
 
@@ -37,12 +38,10 @@ def begin(cfg: RunConfig, prepared: PreparedData, held: ExitStack) -> CaptureJob
     facts = load_facts(cfg.verifier, cache_dir(cfg))
     manifest = manifest_of(cfg, prepared, facts)
     folder = cache_dir(cfg) / f"capture-{manifest.fingerprint}"
-    item = getattr(torch, manifest.dtype).itemsize
-    spans = plan_spans(
-        [len(sample.input_ids) for sample in prepared.samples],
-        (len(facts.aux_layers) + 1) * facts.hidden_size * item,
-        cfg.capture.shard_mib * MIB,
-    )
+    lengths = torch.tensor([len(sample.input_ids) for sample in prepared.samples])
+    asking = torch.tensor([int(sample.loss_mask[1:].sum()) for sample in prepared.samples])
+    sizes = RowSizes.of(facts.hidden_size, len(facts.aux_layers), getattr(torch, manifest.dtype))
+    spans = plan_spans(lengths, asking, sizes, cfg.capture.shard_mib * MIB)
     if manifest_file(folder).exists():
         try:
             return CaptureJob(folder, open_manifest(folder), spans, [], complete=True)

@@ -57,7 +57,7 @@ class Chains:
     @classmethod
     def of_answers(cls, loss_mask: Tensor, starts: Tensor) -> "Chains":
         """One step of the rows from which a decoding loop can ask; nothing is supervised."""
-        asks = shifted(loss_mask, 1) & (shifted(document_of(starts), 1) == document_of(starts))
+        asks = asking_rows(loss_mask, starts)
         return cls.build(torch.zeros_like(asks)[None], asks[None], starts)
 
     @classmethod
@@ -95,6 +95,16 @@ class Chains:
         """The same with ``move`` applied to every tensor."""
         steps = [replace(with_moved(s, move), runs=s.runs.moved(move)) for s in self.steps]
         return replace(with_moved(self, move), steps=steps)
+
+
+def asking_rows(loss_mask: Tensor, starts: Tensor) -> Tensor:
+    """loss_mask [T] bool, starts [B+1] -> [T] bool: the rows whose next token is supervised.
+
+    The verifier's own distribution is of use at these alone: as a target, or (before an answer's
+    first token) to see whether the answer is the verifier's.
+    """
+    documents = document_of(starts)
+    return shifted(loss_mask, 1) & (shifted(documents, 1) == documents)
 
 
 def rows_of(needed: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """The loader: cached samples in a reproducible order, as the batches of whole optimizer steps."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from conf.runtime import RankInfo, fingerprint
 from conf.schema import ConfigError, OptimSection, TTTSection
-from data.chains import Chains
+from data.chains import Chains, asking_rows
+from data.fp8 import FP8, restored
 from data.packer import pack
 from data.reader import ShardReader
 from data.records import CachedSample, TokenizedSample, TTTBatch
@@ -129,15 +130,18 @@ class TrainLoader:
 
     def idle_sample(self) -> CachedSample:
         """One row in which nothing is supervised."""
-        width, layers = self.reader.manifest.hidden_size, len(self.reader.manifest.aux_layers)
-        dtype = getattr(torch, self.reader.manifest.dtype)
+        manifest = self.reader.manifest
+        width, layers = manifest.hidden_size, len(manifest.aux_layers)
+        dtype = getattr(torch, manifest.dtype)
         ids = torch.zeros(1, dtype=torch.int64)
         return CachedSample(
             sample=TokenizedSample("", ids, ids.bool(), greedy=False, held_out=False),
-            aux=torch.zeros(1, layers * width, dtype=dtype),
-            last=torch.zeros(1, width, dtype=dtype),
-            argmax=ids,
-            lse=torch.zeros(1),
+            aux=torch.zeros(1, layers * width).to(dtype),
+            last=torch.zeros(0, width).to(dtype),
+            argmax=ids[:0],
+            lse=torch.zeros(0),
+            aux_scales=torch.ones(1, layers) if dtype == FP8 else None,
+            last_scales=torch.ones(0, 1) if dtype == FP8 else None,
         )
 
 
@@ -148,6 +152,7 @@ def starts_of(samples: list[CachedSample]) -> Tensor:
 
 def collate(samples: list[CachedSample], chains: Chains) -> TTTBatch:
     """``samples`` end to end, with the chains that run on them."""
+    mask = torch.cat([cached.sample.loss_mask for cached in samples])
     return TTTBatch(
         input_ids=torch.cat([cached.sample.input_ids for cached in samples]),
         positions=torch.cat([torch.arange(len(cached.sample.input_ids)) for cached in samples]),
@@ -157,7 +162,17 @@ def collate(samples: list[CachedSample], chains: Chains) -> TTTBatch:
         lse=torch.cat([cached.lse for cached in samples]),
         samples=len(samples),
         chains=chains,
+        asking=asking_rows(mask, starts_of(samples)).cumsum(0) - 1,
+        aux_scales=joined([cached.aux_scales for cached in samples]),
+        last_scales=joined([cached.last_scales for cached in samples]),
     )
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """All of ``parts`` end to end; None where the states have no scales."""
+    there = [part for part in parts if part is not None]
+    assert len(there) in (0, len(parts))
+    return torch.cat(there) if there else None
 
 
 def moved_batch(batch: TTTBatch, move: Callable[[Tensor], Tensor]) -> TTTBatch:
@@ -167,4 +182,10 @@ def moved_batch(batch: TTTBatch, move: Callable[[Tensor], Tensor]) -> TTTBatch:
 def on_device(batch: TTTBatch, device: torch.device, dtype: torch.dtype) -> TTTBatch:
     """Bring a batch to ``device``, its states also to ``dtype``."""
     there = moved_batch(batch, lambda tensor: tensor.to(device, non_blocking=True))
-    return replace(there, aux=there.aux.to(dtype), last=there.last.to(dtype))
+    return replace(
+        there,
+        aux=restored(there.aux, there.aux_scales, dtype),
+        last=restored(there.last, there.last_scales, dtype),
+        aux_scales=None,
+        last_scales=None,
+    )

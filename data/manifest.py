@@ -7,7 +7,7 @@ from pathlib import Path
 from conf.runtime import plain, write_atomically
 from conf.schema import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 AUX_MEANING = "residual stream after n decoder layers, n ascending, concatenated"
 LAST_MEANING = "state after the final norm"
 
@@ -19,10 +19,12 @@ class ShardEntry:
     name: str
     samples: int
     tokens: int
+    asking: int  # rows whose next token is supervised: they keep last, argmax and lse
     supervised: int  # tokens under the loss mask
     agreed: int  # of them: how many are the verifier's own greedy choice
     bytes: int
     sha256: str
+    index: str  # digest of its header and small tensors, compared whenever it is opened
 
 
 @dataclass(frozen=True)

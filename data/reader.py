@@ -9,13 +9,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conf.schema import ConfigError
+from data.fp8 import FP8
 from data.manifest import ShardEntry, open_manifest, shard_folder
 from data.records import CachedSample, TokenizedSample
+from data.shard_file import damaged, index_digest
+from data.shards import BY_TOKEN, ROWS, digest_of
 
 
 class ShardReader:
     """Samples by their prepared order. Opening reads headers and small tensors; states are mapped.
 
+    Nothing unchecked is handed out: headers and small tensors are compared with the manifest when
+    opened, and a sample's rows with their digest whenever they are read (at some 20 GB/s).
     ``lengths`` [S] int64, ``held_out`` and ``greedy`` [S] bool describe all samples.
     """
 
@@ -28,6 +33,8 @@ class ShardReader:
         self.manifest = open_manifest(folder, verifier)
         self._files = [self._open(entry) for entry in self.manifest.shards]
         self._offsets = [file.get_tensor("offsets") for file in self._files]
+        self._last_offsets = [file.get_tensor("last_offsets") for file in self._files]
+        self._digests = self._joined("digests").tolist()
         self._ids = [json.loads(file.metadata()["ids"]) for file in self._files]
         self.lengths = torch.cat([offsets.diff() for offsets in self._offsets])
         self.held_out = self._joined("held_out").bool()
@@ -68,13 +75,25 @@ class ShardReader:
         )
 
     def read(self, index: int) -> CachedSample:
-        """Sample ``index`` of the prepared order, aux and last in the manifest's dtype."""
+        """Sample ``index`` of the prepared order, aux and last in the manifest's dtype.
+
+        Raises ConfigError when a byte of it is not what capture wrote.
+        """
+        scaled = getattr(torch, self.manifest.dtype) == FP8
+        names = [name for name in ROWS if scaled or not name.endswith("_scales")]
+        rows = {name: self._rows(index, name) for name in names}
+        shard, place = self._find(index)
+        if digest_of(list(rows.values())) != self._digests[index]:
+            path = shard_folder(self.folder) / self.manifest.shards[shard].name
+            raise damaged(path, f"sample {self._ids[shard][place]} is not as it was written")
         return CachedSample(
             sample=self.read_tokens(index),
-            aux=self._rows(index, "aux"),
-            last=self._rows(index, "last"),
-            argmax=self._rows(index, "argmax").long(),
-            lse=self._rows(index, "lse"),
+            aux=rows["aux"],
+            last=rows["last"],
+            argmax=rows["argmax"].long(),
+            lse=rows["lse"],
+            aux_scales=rows.get("aux_scales"),
+            last_scales=rows.get("last_scales"),
         )
 
     def _find(self, index: int) -> tuple[int, int]:
@@ -85,7 +104,8 @@ class ShardReader:
 
     def _rows(self, index: int, name: str) -> Tensor:
         shard, place = self._find(index)
-        start, end = self._offsets[shard][place : place + 2].tolist()
+        offsets = self._offsets if name in BY_TOKEN else self._last_offsets
+        start, end = offsets[shard][place : place + 2].tolist()
         return self._files[shard].get_slice(name)[start:end]
 
     def _joined(self, name: str) -> Tensor:
@@ -98,23 +118,28 @@ class ShardReader:
         try:
             file = safe_open(path, framework="pt")
             found = {name: tuple(file.get_slice(name).get_shape()) for name in expected}
-            offsets = file.get_tensor("offsets")
+            offsets = {name: file.get_tensor(name) for name in ("offsets", "last_offsets")}
+            index = index_digest(path)
         except SafetensorError as error:
             raise damaged(path, f"not a shard of this format ({error})") from error
         for name, shape in expected.items():
             if found[name] != shape:
                 raise damaged(path, f"{name} is {found[name]}, must be {shape} by the manifest")
-        if offsets[0] != 0 or offsets[-1] != entry.tokens or bool((offsets.diff() < 0).any()):
-            raise damaged(path, f"offsets must rise from 0 to {entry.tokens}")
+        for name, total in (("offsets", entry.tokens), ("last_offsets", entry.asking)):
+            found = offsets[name]
+            if found[0] != 0 or found[-1] != total or bool((found.diff() < 0).any()):
+                raise damaged(path, f"{name} must rise from 0 to {total}")
+        if index != entry.index:
+            raise damaged(path, f"its index is {index}, must be {entry.index} by the manifest")
         return file
 
     def _shapes(self, entry: ShardEntry) -> dict[str, tuple[int, ...]]:
         width, layers = self.manifest.hidden_size, len(self.manifest.aux_layers)
-        rows = dict.fromkeys(("input_ids", "loss_mask", "argmax", "lse"), (entry.tokens,))
-        samples = dict.fromkeys(("sample_index", "held_out", "greedy"), (entry.samples,))
-        states = {"aux": (entry.tokens, layers * width), "last": (entry.tokens, width)}
-        return {**rows, **samples, **states, "offsets": (entry.samples + 1,)}
-
-
-def damaged(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"{path}: {why}; delete the file and run data.capture, which renews it")
+        one_a_token = dict.fromkeys(("input_ids", "loss_mask"), (entry.tokens,))
+        one_a_row = dict.fromkeys(("argmax", "lse"), (entry.asking,))
+        samples = dict.fromkeys(("sample_index", "held_out", "greedy", "digests"), (entry.samples,))
+        states = {"aux": (entry.tokens, layers * width), "last": (entry.asking, width)}
+        if getattr(torch, self.manifest.dtype) == FP8:
+            states |= {"aux_scales": (entry.tokens, layers), "last_scales": (entry.asking, 1)}
+        offsets = dict.fromkeys(("offsets", "last_offsets"), (entry.samples + 1,))
+        return {**one_a_token, **one_a_row, **samples, **states, **offsets}

@@ -61,25 +61,38 @@ class TokenizedSample:
 
 @dataclass(frozen=True)
 class CachedSample:
+    """Rows that ask, L of T, are those whose next token is supervised (see data/chains.py).
+
+    States are in the cache's dtype; in fp8 a value counts ``scales`` of its row and state.
+    """
+
     sample: TokenizedSample
     aux: Tensor  # [T, A*D] residual streams after the aux layers, ascending
-    last: Tensor  # [T, D]
-    argmax: Tensor  # [T] int64: the verifier's own next token at each row
-    lse: Tensor  # [T] fp32: log-sum-exp of the verifier's logits at each row
+    last: Tensor  # [L, D]
+    argmax: Tensor  # [L] int64: the verifier's own next token at each row that asks
+    lse: Tensor  # [L] fp32: log-sum-exp of the verifier's logits there
+    aux_scales: Tensor | None = None  # [T, A] fp32, of fp8 alone
+    last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
 
 
 @dataclass(frozen=True)
 class TTTBatch:
-    """B samples end to end, without padding: T rows in all. Nothing reaches over a border."""
+    """B samples end to end, without padding: T rows, L of which ask. Nothing crosses a border.
+
+    Scales are there until the states are restored on the device (see data/loader.py).
+    """
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, from 0 in each sample
     aux: Tensor  # [T, A*D]
-    last: Tensor  # [T, D]
-    argmax: Tensor  # [T] int64
-    lse: Tensor  # [T] fp32
+    last: Tensor  # [L, D]
+    argmax: Tensor  # [L] int64
+    lse: Tensor  # [L] fp32
     samples: int  # B
     chains: Chains  # the rows that are unrolled
+    asking: Tensor | None = None  # [T] number of a row that asks among the L; None: all T do
+    aux_scales: Tensor | None = None  # [T, A] fp32, of fp8 alone
+    last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
 
 
 @dataclass(frozen=True)

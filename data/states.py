@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from conf.schema import JobError
+from data.chains import asking_rows
+from data.fp8 import FP8, quantise, restored
 from data.records import TokenizedSample
 from data.shards import SampleStates
 from models.verifier import Verifier
 
 HEAD_ROWS = 128  # whose logits exist at one time: 25 MB for 50,000 ids, which a CPU caches best
+TOLERANCE = 0.02
+FP8_TOLERANCE = 0.1
 PROBE_SAMPLES = 4
 PROBE_TOKENS = 64  # a wrong layer shows in every row; more would only cost time
 
@@ -20,27 +24,53 @@ def states_of(
 ) -> list[SampleStates]:
     """Run ``samples`` as one right-padded batch -> their states on the CPU, aux and last in dtype.
 
-    argmax and lse come from the verifier's own logits, before the states are rounded to ``dtype``.
-    Raises JobError naming the sample when its logits are not finite.
+    argmax and lse come from the verifier's own logits, before the states are rounded to ``dtype``;
+    they and last are those of the rows that ask. Raises JobError naming the sample when a state or
+    a logit is not finite.
     """
     ids, real = padded(samples)
     states = verifier.states(ids.to(verifier.device))
-    real = real.to(verifier.device)
-    aux, last = states.aux[real], states.last[real]  # [N, A*D], [N, D]: padding is gone
-    parts = [verifier.logits_from(rows).float() for rows in last.split(HEAD_ROWS)]
+    lengths = [len(sample.input_ids) for sample in samples]
+    mask = torch.cat([sample.loss_mask for sample in samples])
+    asks = asking_rows(mask, torch.tensor([0, *lengths]).cumsum(0))
+    asked = [int(part.sum()) for part in asks.split(lengths)]
+    rows = real.flatten().nonzero().flatten()  # [N] of the padded batch: padding is gone
+    aux = states.aux.flatten(0, 1)[rows.to(verifier.device)]  # [N, A*D]
+    last = states.last.flatten(0, 1)[rows[asks].to(verifier.device)]  # [L, D]
+    parts = [verifier.logits_from(some).float() for some in last.split(HEAD_ROWS)]
     argmax = torch.cat([logits.argmax(-1) for logits in parts])
     lse = torch.cat([logits.logsumexp(-1) for logits in parts])
-    lengths = [len(sample.input_ids) for sample in samples]
-    flat = (aux.to(dtype), last.to(dtype), argmax, lse)
-    columns = [rows.cpu().split(lengths) for rows in flat]
-    found = [SampleStates(*rows) for rows in zip(*columns, strict=True)]
+    aux, aux_scales = stored(aux, len(verifier.facts.aux_layers), dtype)
+    last, last_scales = stored(last, 1, dtype)
+    by_token = [split(rows, lengths) for rows in (aux, aux_scales)]
+    by_asking = [split(rows, asked) for rows in (last, argmax, lse, last_scales)]
+    found = [
+        SampleStates(aux, last, argmax, lse, aux_scales, last_scales)
+        for (aux, aux_scales), (last, argmax, lse, last_scales) in zip(
+            zip(*by_token, strict=True), zip(*by_asking, strict=True), strict=True
+        )
+    ]
     for sample, one in zip(samples, found, strict=True):
-        if not one.lse.isfinite().all():  # whatever overflows in a stream reaches the logits
-            raise JobError(
-                f"verifier.dtype={str(verifier.dtype).removeprefix('torch.')}: the verifier's "
-                f"logits for sample {sample.id} are not finite; try verifier.dtype=float32"
-            )
+        refuse_non_finite(verifier, sample, one)
     return found
+
+
+def stored(rows: Tensor, states: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """rows [T, n*D] -> values in ``dtype``, and scales [T, n] in fp8."""
+    return quantise(rows, states) if dtype == FP8 else (rows.to(dtype), None)
+
+
+def split(rows: Tensor | None, lengths: list[int]) -> list[Tensor] | list[None]:
+    return [None] * len(lengths) if rows is None else list(rows.cpu().split(lengths))
+
+
+def refuse_non_finite(verifier: Verifier, sample: TokenizedSample, states: SampleStates) -> None:
+    rows = (states.aux if states.aux_scales is None else states.aux_scales, states.lse)
+    if not all(bool(part.isfinite().all()) for part in rows):
+        raise JobError(
+            f"verifier.dtype={str(verifier.dtype).removeprefix('torch.')}: the verifier's "
+            f"states for sample {sample.id} are not finite; try verifier.dtype=float32"
+        )
 
 
 def padded(samples: list[TokenizedSample]) -> tuple[Tensor, Tensor]:
@@ -52,7 +82,7 @@ def padded(samples: list[TokenizedSample]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def check_states(
-    verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype, tolerance: float
+    verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype, tolerance: float | None
 ) -> None:
     """Compare a few samples with the model library's own forward. Raises JobError when wrong.
 
@@ -61,14 +91,14 @@ def check_states(
     library's hidden_states[n], bit by bit. Both catch a state that is one layer off.
     """
     probe = [
-        replace(
+        replace(  # every row asks
             sample,
             input_ids=sample.input_ids[:PROBE_TOKENS],
-            loss_mask=sample.loss_mask[:PROBE_TOKENS],
+            loss_mask=torch.ones(len(sample.input_ids[:PROBE_TOKENS]), dtype=torch.bool),
         )
         for sample in samples[:PROBE_SAMPLES]
     ]
-    check_last(verifier, probe, dtype, tolerance)
+    check_last(verifier, probe, dtype, tolerance or (FP8_TOLERANCE if dtype == FP8 else TOLERANCE))
     check_aux(verifier, probe[0])
 
 
@@ -77,9 +107,12 @@ def check_last(
 ) -> None:
     ids, real = padded(samples)
     output = verifier.model(input_ids=ids.to(verifier.device), use_cache=False)
-    theirs = output.logits[real.to(verifier.device)].float()  # [N, V]
-    stored = torch.cat([states.last for states in states_of(verifier, samples, dtype)])
-    ours = verifier.logits_from(stored.to(verifier.device, verifier.dtype)).float()
+    ends = torch.tensor([len(sample.input_ids) for sample in samples]) - 1
+    real[torch.arange(len(samples)), ends] = False  # the last row of a sample asks for nothing
+    theirs = output.logits[real.to(verifier.device)].float()  # [L, V]
+    found = states_of(verifier, samples, dtype)
+    last = torch.cat([restored(s.last, s.last_scales, verifier.dtype) for s in found])
+    ours = verifier.logits_from(last.to(verifier.device)).float()
     worst = (ours - theirs).square().mean(-1).sqrt().max() / theirs.square().mean().sqrt()
     if not worst <= tolerance:
         raise JobError(

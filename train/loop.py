@@ -21,6 +21,7 @@ from conf.runtime import (
 )
 from conf.schema import ConfigError, JobError, Normalise, OptimSection, Precision, RunConfig
 from data.distributed import gather_objects, pick_device, sum_over_ranks
+from data.fp8 import restored
 from data.loader import TrainLoader, on_device
 from data.reader import ShardReader
 from data.records import PreparedData, TTTBatch
@@ -187,7 +188,8 @@ def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:
     """The head on cached last states must give the argmax that capture stored with them."""
     cached = reader.read(0)
     with torch.no_grad():
-        logits = scaled_logits(cached.last.float() @ ends.head.T, ends.config)
+        last = restored(cached.last, cached.last_scales, torch.float32)
+        logits = scaled_logits(last @ ends.head.T, ends.config)
     same = float((logits.argmax(-1) == cached.argmax).float().mean())
     if same < MIN_TEACHER_AGREEMENT:
         raise ConfigError(

@@ -66,6 +66,8 @@ class Distillation:
         return Guesses(*_ChunkedLoss.apply(known, draft.lm_head.weight, *steps))
 
     def teacher(self, batch: TTTBatch, targets: Tensor, draft: Eagle3Draft) -> Teacher:
+        """targets [M]: packed positions, at which the verifier's states give the distributions."""
+        targets = targets if batch.asking is None else batch.asking[targets]
         ids = batch.argmax[targets]
         if self.kind is LossKind.ce:
             return Teacher(ids, draft_ids=draft.to_draft_ids(ids), inside=draft.t2d[ids])

@@ -9,7 +9,9 @@ import torch
 
 from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
 from data.records import PreparedData, Skipped, TokenizedSample
-from data.shards import HiddenStateShard, SampleStates, describe, plan_spans, write_shard
+from data.shard_file import describe, write_shard
+from data.shards import HiddenStateShard, SampleStates
+from data.spans import RowSizes, plan_spans
 
 LENGTHS = [5, 9, 33, 12, 7, 64, 21, 18, 40, 11, 6, 27, 50, 14, 8, 30, 19, 23, 10, 16]
 
@@ -57,23 +59,25 @@ def cache_of_random_states(folder: Path, samples: list[TokenizedSample]) -> Path
         aux_layers=[2, 4, 5],
     )
     shard_folder(folder).mkdir(parents=True)
-    lengths = [len(sample.input_ids) for sample in samples]
+    lengths = torch.tensor([len(sample.input_ids) for sample in samples])
+    asking = torch.tensor([int(sample.loss_mask[1:].sum()) for sample in samples])
     entries = []
-    for span in plan_spans(lengths, 4 * 8 * 2, 6000):
+    for span in plan_spans(lengths, asking, RowSizes.of(8, 3, torch.bfloat16), 6000):
         chosen = samples[span.first : span.first + span.count]
         shard = HiddenStateShard.empty(chosen, span.first, manifest)
         for place, sample in enumerate(chosen):
-            shard.put(place, random_states(span.first + place, len(sample.input_ids)))
+            shard.put(place, random_states(span.first + place, sample))
         write_shard(folder, span, shard, manifest.fingerprint)
         entries.append(describe(folder, span.name))
     write_manifest(folder, replace(manifest, shards=entries))
     return folder
 
 
-def random_states(index: int, length: int) -> SampleStates:
+def random_states(index: int, sample: TokenizedSample) -> SampleStates:
     generator = torch.Generator().manual_seed(index)
-    aux = torch.randn(length, 24, generator=generator).bfloat16()
+    asking = int(sample.loss_mask[1:].sum())
+    aux = torch.randn(len(sample.input_ids), 24, generator=generator).bfloat16()
     aux[:, 0] = index
-    last = torch.randn(length, 8, generator=generator).bfloat16()
-    argmax = torch.randint(128, (length,), generator=generator)
-    return SampleStates(aux, last, argmax, torch.rand(length, generator=generator))
+    last = torch.randn(asking, 8, generator=generator).bfloat16()
+    argmax = torch.randint(128, (asking,), generator=generator)
+    return SampleStates(aux, last, argmax, torch.rand(asking, generator=generator))

@@ -27,6 +27,7 @@ from conf.schema import (
     JobError,
     Precision,
     RunConfig,
+    StateDtype,
     VerifierSection,
 )
 from data import capture_job
@@ -35,7 +36,7 @@ from data.capture import batches, capture, main
 from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
 from data.records import PreparedData
-from data.shards import describe
+from data.shard_file import describe
 from models.verifier import Verifier, VerifierStates, weights_fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def cfg(tiny_verifier: Path, tmp_path: Path) -> RunConfig:
     cfg.run.cache = str(tmp_path / "cache")
     cfg.run.device = Device.cpu
     cfg.verifier = VerifierSection(path=str(tiny_verifier), dtype=Precision.float32)
-    cfg.capture = CaptureSection(dtype=Precision.float32, batch_tokens=128)
+    cfg.capture = CaptureSection(dtype=StateDtype.float32, batch_tokens=128)
     return cfg
 
 
@@ -96,8 +97,10 @@ def test_states_equal_the_library(cfg: RunConfig, prepared: PreparedData, tiny_v
             output = model(ids[None], output_hidden_states=True)
         streams = torch.cat([output.hidden_states[n][0] for n in (2, 4, 5)], -1)
         torch.testing.assert_close(cached.aux, streams, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(cached.last, output.hidden_states[8][0], atol=1e-5, rtol=1e-5)
-        logits = output.logits[0]
+        asks = prepared.samples[index].loss_mask.roll(-1)
+        asks[-1] = False
+        last, logits = output.hidden_states[8][0][asks], output.logits[0][asks]
+        torch.testing.assert_close(cached.last, last, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(cached.lse, logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
         assert torch.equal(cached.argmax, logits.argmax(-1))
 
@@ -129,7 +132,7 @@ def test_batches_hold_every_sample_once_within_the_limit():
 def test_bfloat16_storage_rounds_once(cfg: RunConfig, prepared: PreparedData, tmp_path: Path):
     exact = ShardReader(capture(cfg, prepared, ALONE))
     coarse = elsewhere(cfg, tmp_path, "coarse")
-    coarse.capture = replace(cfg.capture, dtype=Precision.bfloat16)
+    coarse.capture = replace(cfg.capture, dtype=StateDtype.bfloat16)
     rounded = ShardReader(capture(coarse, prepared, ALONE))
     assert rounded.folder.name != exact.folder.name
     for index in range(len(exact)):
@@ -233,7 +236,7 @@ def test_what_decides_the_states_decides_the_folder(cfg: RunConfig, prepared: Pr
         replace(cfg.verifier, aux_layers=[1, 2, 3]),
     ):
         names.add(name(replace(cfg, verifier=section), prepared))
-    half = replace(cfg, capture=replace(cfg.capture, dtype=Precision.bfloat16))
+    half = replace(cfg, capture=replace(cfg.capture, dtype=StateDtype.bfloat16))
     assert len(names | {name(half, prepared)}) == 5
 
 
@@ -250,7 +253,8 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 def test_the_estimate_is_what_is_written(cfg: RunConfig, prepared: PreparedData):
     folder = capture(cfg, prepared, ALONE)
     rows = sum(len(sample.input_ids) for sample in prepared.samples)
-    states = rows * (4 * 64 * 4 + 13) + len(prepared.samples) * 18
+    asking = sum(int(sample.loss_mask[1:].sum()) for sample in prepared.samples)
+    states = rows * (3 * 64 * 4 + 5) + asking * (64 * 4 + 8) + len(prepared.samples) * 34
     written = sum(map(len, bytes_of(folder).values()))
     shards = len(read_manifest(folder).shards)
     assert states < written < states + shards * 2000  # headers, and eight bytes a shard
@@ -285,7 +289,7 @@ def test_a_missing_shard_is_made_again_with_the_same_bytes(cfg, prepared, capsys
 def test_a_rerun_with_other_shard_sizes_leaves_no_stray_shard(cfg, prepared, monkeypatch):
     folder = capture(cfg, prepared, ALONE)
     (folder / "manifest.json").unlink()
-    monkeypatch.setattr("data.shards.MIN_SHARDS", 3)
+    monkeypatch.setattr("data.spans.MIN_SHARDS", 3)
     capture(cfg, prepared, ALONE)
     assert set(bytes_of(folder)) == {entry.name for entry in read_manifest(folder).shards}
     assert len(ShardReader(folder)) == len(prepared.samples)
@@ -297,7 +301,7 @@ import os, sys, time
 from pathlib import Path
 from conf.compose import entry
 from conf.runtime import RankInfo
-from data import shards
+from data import shard_file
 from data.capture import capture
 
 real = os.fsync
@@ -307,7 +311,7 @@ def fsync(handle):
         print("in the middle", flush=True)
         time.sleep(600)
     real(handle)
-shards.os.fsync = fsync
+shard_file.os.fsync = fsync
 capture(cfg, prepared, RankInfo(0, 1, 0))
 """
 

@@ -148,9 +148,9 @@ def test_a_rank_without_samples_gets_idle_packs(reader: ShardReader):
     for window in windows:
         (batch,) = window.batches
         assert is_idle(batch) and batch.samples == 1 and batch.positions.tolist() == [0]
-        assert batch.aux.shape == (1, 24) and batch.last.shape == (1, 8)
+        assert batch.aux.shape == (1, 24) and batch.last.shape == (0, 8)
         assert batch.aux.dtype == batch.last.dtype == torch.bfloat16
-        assert not (batch.aux.any() or batch.last.any() or batch.lse.any())
+        assert not batch.aux.any() and len(batch.argmax) == len(batch.lse) == 0
         assert batch.chains.counts == [0] * TTT.depth
         assert [step.rows.tolist() for step in batch.chains.steps] == [[0]] * TTT.depth
 
@@ -195,18 +195,25 @@ def test_packs_hold_the_cache_and_nothing_else(reader: ShardReader, rule: Superv
 def check_batch(batch: TTTBatch, reader: ShardReader, rule: Supervise) -> None:
     rows, spans, masks = len(batch.input_ids), spans_of(batch), []
     assert len(spans) == batch.samples
-    for states in (batch.positions, batch.aux, batch.last, batch.argmax, batch.lse):
-        assert len(states) == rows
+    assert len(batch.positions) == len(batch.aux) == rows
+    asked = 0
     for begin, end in spans:
         part = slice(begin, end)
         cached = reader.read(int(batch.aux[begin, 0]))
         assert torch.equal(batch.input_ids[part], cached.sample.input_ids)
         assert torch.equal(batch.positions[part], torch.arange(end - begin))
         assert torch.equal(batch.aux[part], cached.aux)
-        assert torch.equal(batch.last[part], cached.last)
-        assert torch.equal(batch.argmax[part], cached.argmax)
-        assert torch.equal(batch.lse[part], cached.lse)
+        asks = cached.sample.loss_mask.roll(-1)
+        asks[-1] = False  # nothing follows the last row, not even the sample behind it
+        assert batch.asking is not None
+        assert batch.asking[part][asks].tolist() == list(range(asked, asked + int(asks.sum())))
+        these = slice(asked, asked + int(asks.sum()))
+        assert torch.equal(batch.last[these], cached.last)
+        assert torch.equal(batch.argmax[these], cached.argmax)
+        assert torch.equal(batch.lse[these], cached.lse)
+        asked = these.stop
         masks.append(cached.sample.loss_mask)
+    assert asked == len(batch.last) == len(batch.argmax) == len(batch.lse)
     starts = torch.tensor([0, *(end for _, end in spans)])
     assert same(batch.chains, Chains.of(torch.cat(masks), starts, TTT.depth, rule))
     assert (batch.chains.roots > 0).all()

@@ -15,7 +15,9 @@ from data.capture import check_sums
 from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
 from data.records import TokenizedSample
-from data.shards import HiddenStateShard, SampleStates, describe, is_whole, plan_spans
+from data.shard_file import describe, is_whole
+from data.shards import HiddenStateShard, SampleStates
+from data.spans import RowSizes, ShardSpan, plan_spans
 
 
 @pytest.fixture
@@ -41,9 +43,11 @@ def test_every_sample_comes_back(cache: Path, some_samples: list[TokenizedSample
         assert cached.aux.dtype == cached.last.dtype == torch.bfloat16
         assert cached.aux.shape == (len(sample.input_ids), 24)
         assert bool((cached.aux[:, 0] == index).all())
-        assert cached.last.shape == (len(sample.input_ids), 8)
-        assert cached.argmax.dtype == torch.int64 and len(cached.argmax) == len(sample.input_ids)
-        assert cached.lse.dtype == torch.float32 and len(cached.lse) == len(sample.input_ids)
+        asking = int(sample.loss_mask[1:].sum())
+        assert cached.last.shape == (asking, 8)
+        assert cached.argmax.dtype == torch.int64 and len(cached.argmax) == asking
+        assert cached.lse.dtype == torch.float32 and len(cached.lse) == asking
+        assert cached.aux_scales is None and cached.last_scales is None
     assert reader.valid_indices == [4, 9, 14, 19]
     assert sorted(reader.train_indices + reader.valid_indices) == list(range(len(some_samples)))
     assert [describe(cache, e.name) for e in reader.manifest.shards] == reader.manifest.shards
@@ -59,27 +63,30 @@ def test_a_shard_is_a_plain_safetensors_file(cache: Path, some_samples: list[Tok
 
 
 def test_spans_cover_all_samples_in_order_and_respect_the_limit():
-    lengths = [10, 300, 5, 5, 5, 200, 40] * 10
+    lengths = torch.tensor([10, 300, 5, 5, 5, 200, 40] * 10)
+    asking, sizes = lengths // 2, RowSizes(20, 12)
     for limit in (1, 3000, 10_000, 1 << 30):
-        spans = plan_spans(lengths, 20, limit)
+        spans = plan_spans(lengths, asking, sizes, limit)
         assert [span.first for span in spans] == [0, *(s.first + s.count for s in spans[:-1])]
         assert sum(span.count for span in spans) == len(lengths)
         assert sum(span.tokens for span in spans) == sum(lengths)
         assert all(span.bytes <= limit or span.count == 1 for span in spans)
-    assert len(plan_spans(lengths, 20, 1 << 30)) >= 16  # small caches are cut finer
-    assert plan_spans([7], 20, 1 << 30)[0].count == 1
-    assert plan_spans([], 20, 1 << 30) == []
+    assert len(plan_spans(lengths, asking, sizes, 1 << 30)) >= 16  # small caches are cut finer
+    assert plan_spans(lengths[:1], asking[:1], sizes, 1 << 30)[0].count == 1
+    assert plan_spans(lengths[:0], asking[:0], sizes, 1 << 30) == []
 
 
 def test_counts_of_supervised_and_agreeing_tokens(cache: Path):
     entry = read_manifest(cache).shards[3]
     tensors = load_file(shard_folder(cache) / entry.name)
     starts = tensors["offsets"].tolist()
-    agreed = 0
+    agreed, asked = 0, 0
     for start, end in pairwise(starts):
         for row in range(start, end - 1):
-            supervised = bool(tensors["loss_mask"][row + 1])
-            agreed += int(supervised and tensors["argmax"][row] == tensors["input_ids"][row + 1])
+            if tensors["loss_mask"][row + 1]:
+                agreed += int(tensors["argmax"][asked] == tensors["input_ids"][row + 1])
+                asked += 1
+    assert entry.asking == asked == len(tensors["last"]) == len(tensors["lse"])
     assert entry.supervised == int(tensors["loss_mask"].sum())
     assert entry.agreed == agreed
 
@@ -93,11 +100,11 @@ def test_another_format_is_refused_with_both_values(cache: Path):
     path = cache / "manifest.json"
     found = json.loads(path.read_text())
     path.write_text(json.dumps(found | {"format_version": 99}))
-    with pytest.raises(ConfigError, match=r"format_version=99.* reads 1"):
+    with pytest.raises(ConfigError, match=r"format_version=99.* reads 2"):
         ShardReader(cache)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": 1}', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": 2}', "null"])
 def test_a_damaged_manifest_is_named(cache: Path, text: str):
     (cache / "manifest.json").write_text(text)
     with pytest.raises(ConfigError, match=r"manifest\.json: not a manifest"):
@@ -121,14 +128,14 @@ def test_a_cut_shard_is_named_at_open(cache: Path):
     os.truncate(one_shard(cache), size - 3)
     with pytest.raises(ConfigError, match=rf"{size - 3} bytes, must be {size}"):
         ShardReader(cache)
-    assert not is_whole(cache, plan_spans([1], 1, 1)[0], "capture0")
+    assert not is_whole(cache, ShardSpan(1, 0, 1, 1, 1), "capture0")
 
 
 def test_a_flipped_byte_is_found_when_a_capture_reads_back(cache: Path):
     written = {entry.name: entry.sha256 for entry in read_manifest(cache).shards}
     path = one_shard(cache)
     data = bytearray(path.read_bytes())
-    data[-5] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
     entries = [describe(cache, name) for name in written]
     with pytest.raises(ConfigError, match=r"00001\.safetensors: reads back with sha256 .* must"):
@@ -168,9 +175,11 @@ def test_states_of_another_length_are_refused_with_the_sample(
     some_samples: list[TokenizedSample], cache: Path
 ):
     shard = HiddenStateShard.empty(some_samples[:2], 0, read_manifest(cache))
-    short = SampleStates(torch.zeros(4, 24), torch.zeros(4, 8), torch.zeros(4), torch.zeros(4))
-    with pytest.raises(ValueError, match=r"sample-0: 4 rows of aux for 5 tokens"):
-        shard.put(0, short)
+    last = torch.zeros(4, 8), torch.zeros(4), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"sample-0: 4 rows of aux, must be 5"):
+        shard.put(0, SampleStates(torch.zeros(4, 24), *last))
+    with pytest.raises(ValueError, match=r"sample-0: 3 rows of last, must be 4"):
+        shard.put(0, SampleStates(torch.zeros(5, 24), last[0][:3], *last[1:]))
 
 
 def test_a_failed_write_leaves_nothing(monkeypatch, write_cache, some_samples, tmp_path: Path):
@@ -181,3 +190,24 @@ def test_a_failed_write_leaves_nothing(monkeypatch, write_cache, some_samples, t
     with pytest.raises(OSError, match="No space"):
         write_cache(tmp_path / "cache", some_samples)
     assert list(shard_folder(tmp_path / "cache").iterdir()) == []
+
+
+def test_any_flipped_byte_is_found_before_its_sample_is_used(cache: Path):
+    """Every 97th byte of a shard, one at a time: opening or reading raises, nothing else."""
+    path = one_shard(cache)
+    whole = path.read_bytes()
+    before, entry, *_ = read_manifest(cache).shards
+    span = range(before.samples, before.samples + entry.samples)
+    found = {"open": 0, "read": 0}
+    for place in range(0, len(whole), 97):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            reader = ShardReader(cache)
+        except ConfigError:
+            found["open"] += 1
+            continue
+        with pytest.raises(ConfigError, match=r"00001\.safetensors: sample sample-\d+ is not as"):
+            for index in span:
+                reader.read(index)
+        found["read"] += 1
+    assert min(found.values()) > 5

@@ -21,6 +21,7 @@ from conf.schema import DraftSection, HeadInit, LossKind, Precision, TTTSection,
 from data.chains import Chains
 from data.loader import collate, starts_of
 from data.records import CachedSample, TokenizedSample
+from data.states import states_of
 from eval.acceptance import Counters, total
 from eval.decode import DecodeSettings, decode_plain, decode_speculative
 from models.eagle3 import DraftConfig, Eagle3Draft
@@ -174,16 +175,9 @@ def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection)
 def cached(verifier: Verifier, prompt: list[int], answer: list[int]) -> CachedSample:
     """What the cache would hold of one prompt and its answer."""
     ids = torch.tensor(prompt + answer)
-    states = verifier.states(ids[None])
-    logits = verifier.logits_from(states.last[0])
     mask = torch.arange(len(ids)) >= len(prompt)
-    return CachedSample(
-        TokenizedSample("", ids, mask, greedy=True, held_out=False),
-        states.aux[0],
-        states.last[0],
-        logits.argmax(-1),
-        logits.logsumexp(-1),
-    )
+    sample = TokenizedSample("", ids, mask, greedy=True, held_out=False)
+    return CachedSample(sample, **vars(states_of(verifier, [sample], verifier.dtype)[0]))
 
 
 def export_with(draft: Eagle3Draft, verifier: Verifier, folder: Path, shift: int) -> Path:

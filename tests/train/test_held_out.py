@@ -22,6 +22,7 @@ from conf.schema import (
 from data.chains import Chains
 from data.loader import collate, starts_of
 from data.records import CachedSample, TokenizedSample
+from data.states import states_of
 from eval.acceptance import AcceptanceReport, Counters, report_acceptance, total
 from eval.decode import DecodeSettings, decode_plain, decode_speculative
 from models.eagle3 import DraftConfig, Eagle3Draft
@@ -69,12 +70,8 @@ def greedy_sample(verifier: Verifier, one: Asked) -> CachedSample:
     ids = torch.tensor([*prompt, *plain.tokens, *plain.tail])
     mask = torch.zeros(len(ids), dtype=torch.bool)
     mask[len(prompt) : len(prompt) + len(plain.tokens)] = True
-    states = verifier.states(ids[None])
-    logits = verifier.logits_from(states.last[0])
     sample = TokenizedSample("", ids, mask, greedy=True, held_out=True)
-    return CachedSample(
-        sample, states.aux[0], states.last[0], logits.argmax(-1), logits.logsumexp(-1)
-    )
+    return CachedSample(sample, **vars(states_of(verifier, [sample], verifier.dtype)[0]))
 
 
 def mask_of(samples: list[CachedSample]) -> Tensor:
