@@ -42,9 +42,7 @@ def states_by_layer(verifier: Verifier, batches: list[Tensor]) -> list[VerifierS
                 batch.stream = forward(layer, batch.stream, **batch.given[n])
                 if n + 1 in aux_layers:
                     batch.kept.append(batch.stream)
-    return [
-        VerifierStates(torch.cat(batch.kept, -1), leave(verifier, batch)) for batch in running
-    ]
+    return [VerifierStates(torch.cat(batch.kept, -1), leave(verifier, batch)) for batch in running]
 
 
 def enter(verifier: Verifier, input_ids: Tensor) -> Batch:
