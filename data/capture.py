@@ -17,7 +17,7 @@ from tqdm import tqdm
 from conf.compose import entry
 from conf.runtime import RankInfo, progress, say
 from conf.schema import ConfigError, RunConfig
-from data.backends import StateSource, state_source
+from data.backends import Job, StateSource, state_source
 from data.capture_job import CaptureJob, begin
 from data.corpus import load_prepared
 from data.distributed import (
@@ -85,8 +85,8 @@ def write_missing(
     alone = together or ranks.world_size == 1
     of_all = "" if alone else f" (rank 0 of {ranks.world_size})"
     tokens = sum(span.tokens for span in mine)
-    with state_source(cfg, device, getattr(torch, job.manifest.dtype)) as source:
-        source.check(prepared.samples[mine[0].first : mine[0].first + mine[0].count])
+    wanted = [one for s in mine for one in prepared.samples[s.first : s.first + s.count]]
+    with state_source(Job(cfg, device, getattr(torch, job.manifest.dtype), wanted)) as source:
         bar = cast(tqdm, progress((), tokens, "capture" + of_all, "token"))
         for span in mine:
             samples = prepared.samples[span.first : span.first + span.count]

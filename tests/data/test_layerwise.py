@@ -19,6 +19,7 @@ from conf.runtime import RankInfo
 from conf.schema import (
     Attention,
     CaptureSection,
+    ConfigError,
     Device,
     JobError,
     Precision,
@@ -254,7 +255,7 @@ def test_a_memory_limit_that_the_whole_model_breaks(
     assert done.returncode == 0, done.stderr[-2000:]
     said = [line for line in done.stdout.splitlines() if line.startswith(("layers", "transf"))]
     assert said[0] == "layers captured", done.stdout + done.stderr[-2000:]
-    assert "memory" in said[1], said
+    assert "memory" in said[1].lower(), said
 
 
 # ---- one verifier over two ranks ------------------------------------------------------------
@@ -280,6 +281,7 @@ shutdown()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.slow
 def test_two_ranks_hold_one_verifier(cfg, prepared, tmp_path: Path, start_script: Callable):
     plain = ShardReader(capture(cfg, prepared, ALONE))
     cfg.run.cache = str(tmp_path / "two")
