@@ -100,7 +100,9 @@ def from_dump(job: Job) -> StateSource:
         for known in (True, False):
             places = [i for i, s in enumerate(samples) if (dump.find(s) is not None) is known]
             some = [samples[place] for place in places]
-            if some and known:
+            if not some:
+                continue
+            if known:
                 states = states_from(verifier, some, streams(some), job.dtype)
             else:
                 states = states_of_chunk(verifier, some, job.dtype, capture.batch_tokens)

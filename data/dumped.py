@@ -91,7 +91,7 @@ def read_ids(path: Path, facts: VerifierFacts, dtype: torch.dtype) -> Tensor | s
         if len(shape) != 3 or shape[0] != len(ids) or not len(ids):
             return SHORT
         refuse_other_layout(path, shape, facts)
-        stored = torch.float8_e4m3fn if SCALES in file.keys() else dtype  # noqa: SIM118
+        stored = FP8 if SCALES in file.keys() else dtype  # noqa: SIM118
         found = file.get_slice(STATES)[:0].dtype
         if found != stored:
             raise ConfigError(

@@ -85,6 +85,8 @@ def cache_of_random_states(folder: Path, samples: list[TokenizedSample]) -> Path
         dtype="bfloat16",
         hidden_size=8,
         aux_layers=[2, 4, 5],
+        backend="transformers",
+        dump="",
     )
     shard_folder(folder).mkdir(parents=True)
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
