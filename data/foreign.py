@@ -92,15 +92,15 @@ def worst(rows: Tensor, known: Tensor, lengths: list[int]) -> float:
 
 def refuse_other_layer(source: str, n: int, apart: list[float], tolerance: float) -> None:
     nearest = min(range(len(apart)), key=lambda m: (not apart[m] >= 0, apart[m]))  # NaN is last
+    if not apart[nearest] <= tolerance:
+        raise JobError(
+            f"{source}: the stream after {n} layers is {apart[n]:.3g} away from the verifier's "
+            f"own, in units of its norm, and {tolerance:.3g} is allowed; give states of this "
+            "verifier and of these very tokens, or let capture.tolerance allow more"
+        )
     if nearest != n:
         raise JobError(
             f"{source}: what should be the stream after {n} layers is the one after {nearest} "
             f"({apart[nearest]:.3g} away from it, {apart[n]:.3g} from {n}); states must come from "
             "verifier.aux_layers, ascending: name the layers that they are from, or make them anew"
-        )
-    if not apart[n] <= tolerance:
-        raise JobError(
-            f"{source}: the stream after {n} layers is {apart[n]:.3g} away from the verifier's "
-            f"own, in units of its norm, and {tolerance:.3g} is allowed; give states of this "
-            "verifier, or let capture.tolerance allow more"
         )
