@@ -15,6 +15,7 @@ from data.foreign import check_streams, states_from
 from data.records import TokenizedSample
 from data.shards import SampleStates
 from data.states import check_states, states_of, states_of_chunk
+from data.vllm_engine import VllmEngine, vllm_engine
 from models.layerwise import states_by_layer
 from models.placement import Placement
 from models.verifier import Verifier
@@ -53,6 +54,11 @@ def state_source(job: Job) -> Iterator[StateSource]:
         yield by_layer(job)
     elif backend is StateBackend.dumped:
         yield from_dump(job)
+    elif backend is StateBackend.vllm:
+        longest = max(len(sample.input_ids) for sample in job.samples)
+        verifier = job.verifier(Placement.layers)
+        with vllm_engine(job.cfg, verifier.facts, job.device, longest) as engine:
+            yield from_vllm(job, verifier, engine)
     else:
         yield whole(job)
 
@@ -81,6 +87,18 @@ def by_layer(job: Job) -> StateSource:
     )
 
 
+def from_vllm(job: Job, verifier: Verifier, engine: VllmEngine) -> StateSource:
+    """vLLM runs the layers; of ``verifier`` only final norm and head are used, and all to check."""
+    capture = job.cfg.capture
+    check_streams(verifier, engine.streams, job.samples, capture.tolerance, "capture.backend=vllm")
+    return StateSource(
+        max(capture.chunk_tokens, capture.batch_tokens),  # it makes batches of its own
+        lambda samples: states_from(
+            verifier, samples, engine.streams(samples), job.dtype, capture.batch_tokens
+        ),
+    )
+
+
 def from_dump(job: Job) -> StateSource:
     """Files of another program. Only embedding, final norm and head of the verifier are loaded.
 
@@ -103,7 +121,7 @@ def from_dump(job: Job) -> StateSource:
             if not some:
                 continue
             if known:
-                states = states_from(verifier, some, streams(some), job.dtype)
+                states = states_from(verifier, some, streams(some), job.dtype, capture.batch_tokens)
             else:
                 states = states_of_chunk(verifier, some, job.dtype, capture.batch_tokens)
             found.update(zip(places, states, strict=True))

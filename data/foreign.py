@@ -8,7 +8,7 @@ from torch import Tensor
 from conf.schema import JobError
 from data.records import TokenizedSample
 from data.shards import SampleStates
-from data.states import PROBE_SAMPLES, packed, padded, probe_of
+from data.states import PROBE_SAMPLES, batches, packed, padded, probe_of
 from models.layerwise import finish
 from models.verifier import Verifier, VerifierStates
 
@@ -20,13 +20,23 @@ Streams = Callable[[list[TokenizedSample]], list[Tensor]]  # [T, A+1, D] of each
 
 
 def states_from(
-    verifier: Verifier, samples: list[TokenizedSample], streams: list[Tensor], dtype: torch.dtype
+    verifier: Verifier,
+    samples: list[TokenizedSample],
+    streams: list[Tensor],
+    dtype: torch.dtype,
+    batch_tokens: int,
 ) -> list[SampleStates]:
     """``streams`` [T, A+1, D] a sample: after the aux layers, and after the last one, unnormed.
 
-    The final norm and the head are applied here; the decoder layers are not run.
+    The final norm and the head are applied here, to batches of ``batch_tokens``; the decoder
+    layers are not run.
     """
-    return packed(verifier, samples, joined(verifier, samples, streams), dtype)
+    found: dict[int, SampleStates] = {}
+    for places in batches([len(sample.input_ids) for sample in samples], batch_tokens):
+        some, theirs = [samples[i] for i in places], [streams[i] for i in places]
+        states = packed(verifier, some, joined(verifier, some, theirs), dtype)
+        found.update(zip(places, states, strict=True))
+    return [found[place] for place in range(len(samples))]
 
 
 def joined(
