@@ -2,17 +2,21 @@
 
     python vllm_runner.py SETTINGS
 
-SETTINGS is JSON: ``model``, ``layers`` (n: the stream after n decoder layers, ascending), ``folder``
-(where the files go) and ``arguments`` (more of them, for vllm.LLM). Each line on standard input is
-JSON, a list of sequences of token ids; the answer on standard output is a line with the list of
-their files, in the same order. Anything else that is printed goes to standard error.
+SETTINGS is JSON: ``model``, ``layers`` (n: the stream after n decoder layers, ascending),
+``folder`` (where the files go) and ``arguments`` (more of them, for vllm.LLM). Each line on
+standard input is JSON, a list of sequences of token ids; the answer on standard output is a line
+with the list of their files, in the same order. All else that is printed goes to standard error.
 """
 
 import json
 import os
 import sys
+from typing import IO
 
 sys.path[0:1] = []  # this folder, whose modules must not stand before installed ones
+# The connector writes a file one step after its request has ended. In a process of its own the
+# engine takes that step; inside this one it would wait for the next request.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 
 
 def engine_arguments(settings: dict) -> dict:
@@ -39,6 +43,11 @@ def engine_arguments(settings: dict) -> dict:
     }
 
 
+def say(answers: IO[str], value: object) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs on standard output, and so do the processes that it starts
@@ -46,12 +55,12 @@ def main() -> None:
 
     engine = LLM(**engine_arguments(json.loads(sys.argv[1])))
     one_token = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-    print(json.dumps("ready"), file=answers, flush=True)  # noqa: T201  the protocol
+    say(answers, "ready")
     for line in sys.stdin:
         prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
         outputs = engine.generate(prompts, one_token, use_tqdm=False)
         paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
-        print(json.dumps(paths), file=answers, flush=True)  # noqa: T201
+        say(answers, paths)
 
 
 if __name__ == "__main__":
