@@ -21,6 +21,14 @@ from models.bundled import resolve
 from models.verifier import VerifierFacts, load_facts, load_tokenizer, weights_fingerprint
 
 MIB = 1 << 20
+RESOURCES = (  # arguments of vLLM that decide how much and how fast, not what
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enforce_eager",
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) ->
             dtype,
             computed_in,
             prepared.fingerprint,
-            *([] if own else foreign),
+            *engine_of(cfg),
         ),
         verifier=weights,
         verifier_path=cfg.verifier.path,
@@ -96,6 +104,18 @@ def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) ->
         backend=backend.value,
         dump=listing(Path(dumped).expanduser()) if dumped else "",
     )
+
+
+def engine_of(cfg: RunConfig) -> list[object]:
+    """What else decides states that are not the library's own; nothing for those that are.
+
+    Dumped files count by their folder, so that they may be deleted once they are packed.
+    """
+    backend, dumped = cfg.capture.backend, cfg.capture.dumped
+    if backend is StateBackend.vllm:
+        chosen = {k: v for k, v in cfg.capture.vllm_args.items() if k not in RESOURCES}
+        return [backend, chosen]
+    return [backend, str(Path(dumped).expanduser().resolve())] if dumped else []
 
 
 def refuse_other_dump(cfg: RunConfig, wanted: Manifest, found: Manifest) -> None:

@@ -54,7 +54,8 @@ class LLM:
             raise RuntimeError("no GPU to be found")
         draft = given["speculative_config"]["draft_model_config"]["hf_config"]
         self.layers = draft["eagle_aux_hidden_state_layer_ids"]
-        self.folder = given["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"]
+        connector = given["kv_transfer_config"]["kv_connector_extra_config"]
+        self.folder = connector["shared_storage_path"]
         self.known = load_file(HOME / "known.safetensors")
         self.count = 0
 

@@ -1,7 +1,7 @@
 """Hidden states of a real vLLM on a CPU, in the files that its connector would leave on a GPU.
 
-Runs in vLLM's own environment. Standard input is JSON: ``runner`` (the path of vllm_runner.py, whose
-engine arguments are used), its ``settings``, and ``prompts``, lists of token ids.
+Runs in vLLM's own environment. Standard input is JSON: ``runner`` (the path of vllm_runner.py,
+whose engine arguments are used), its ``settings``, and ``prompts``, lists of token ids.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams  # noqa: E402  the engine reads the environment
 
 given = runner.engine_arguments(request["settings"])
 del given["kv_transfer_config"], given["gpu_memory_utilization"]
