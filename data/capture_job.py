@@ -72,11 +72,8 @@ def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) ->
 
     The library's states are the same whole, layer by layer or split over ranks, but for the last
     bits, as they are in other batches; another engine's are not, nor are those of other files.
-    Files count by their folder, so that they may be deleted once they are packed.
     """
     backend, dumped = cfg.capture.backend, cfg.capture.dumped
-    foreign = [backend, str(Path(dumped).expanduser().resolve())] if dumped else [backend]
-    own = backend in (StateBackend.transformers, StateBackend.layers)
     cache = cache_dir(cfg)
     weights = weights_fingerprint(resolve(cfg.verifier.path, cache))
     tokenizer = load_tokenizer(cfg.verifier, cache)

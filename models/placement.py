@@ -58,9 +58,14 @@ def place(
 
 
 def from_files(
-    section: VerifierSection, folder: Path, dtype: torch.dtype, **where: Any
+    section: VerifierSection,
+    folder: Path,
+    dtype: torch.dtype,
+    device_map: dict[str, str] | None = None,
+    offload_folder: str | None = None,
+    plan: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """``where``: what the library's loader is told of devices; nothing: the CPU."""
+    """The last three as the library's loader takes them; without them everything to the CPU."""
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder,
@@ -68,7 +73,9 @@ def from_files(
             attn_implementation=section.attention.value,
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
-            **where,
+            device_map=device_map,
+            offload_folder=offload_folder,
+            distributed_config=plan,
         )
     except ImportError as error:  # transformers names the package that is not there
         raise ConfigError(
@@ -98,7 +105,7 @@ def over_ranks(section: VerifierSection, cache: Path, dtype: torch.dtype) -> Pre
             f"evenly to {ranks} ranks; start a number of ranks that divides {heads}"
         )
     plan = DistributedConfig(tp_plan="auto")
-    return from_files(section, resolve(section.path, cache), dtype, distributed_config=plan)
+    return from_files(section, resolve(section.path, cache), dtype, plan=plan)
 
 
 def on_disk(
