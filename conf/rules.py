@@ -4,10 +4,11 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Attention, ConfigError, RunConfig, Stage
+from conf.schema import Attention, ConfigError, RunConfig, Stage, StateBackend
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -31,7 +32,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
     for rules in (positive_numbers, shares, choices, combinations):
         for message in rules(cfg):
             raise ConfigError(message)
-    for rules in (flash_for_capture_alone, places):
+    for rules in (flash_for_capture_alone, places, state_backends):
         for message in rules(cfg, running):
             raise ConfigError(message)
     return cfg
@@ -47,6 +48,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "regenerate.batch_size": "64",
     "capture.batch_tokens": "4096",
     "capture.shard_mib": "1024",
+    "capture.chunk_tokens": "65536",
     "optim.batch_size": "16",
     "optim.micro_batch_tokens": "8192",
     "optim.max_steps": "null",
@@ -202,3 +204,43 @@ def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
             place = Path(path).expanduser()
             if not place.exists() or (knob == "eval.prompts" and not place.is_file()):
                 yield f"{knob}={path}: no such file; {remedy}"
+
+
+def state_backends(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
+    """What the chosen capture.backend needs, and knobs that it would not heed."""
+    capture, backend = cfg.capture, cfg.capture.backend
+    if capture.tensor_parallel and backend is not StateBackend.transformers:
+        yield (
+            f"capture.tensor_parallel=true: has no effect with capture.backend={backend.value}; "
+            "take capture.backend=transformers (vLLM splits by capture.vllm_args)"
+        )
+    if capture.tensor_parallel and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield (
+            "capture.tensor_parallel=true: one process cannot split a verifier; start with "
+            "torchrun --nproc-per-node=GPUS"
+        )
+    if (capture.dumped is not None) != (backend is StateBackend.dumped):
+        yield (
+            f"capture.dumped={capture.dumped}: goes with capture.backend=dumped, and that is "
+            f"{backend.value}; give both or neither"
+        )
+    if Stage.capture not in running:
+        return
+    if capture.dumped is not None and not Path(capture.dumped).expanduser().is_dir():
+        yield (
+            f"capture.dumped={capture.dumped}: no such folder; give the one that holds the "
+            ".safetensors files with token_ids and hidden_states"
+        )
+    if backend is StateBackend.vllm and not has_vllm(capture.vllm_python):
+        yield (
+            f"capture.vllm_python={capture.vllm_python or 'null'}: no Python with vLLM there; "
+            "name the interpreter of an environment with vllm >= 0.18, or take "
+            "capture.backend=transformers"
+        )
+
+
+def has_vllm(python: str | None) -> bool:
+    """Whether there is one; another interpreter is not asked, which would take seconds."""
+    if python is None:
+        return find_spec("vllm") is not None
+    return Path(python).expanduser().is_file()

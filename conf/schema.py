@@ -46,6 +46,18 @@ class Attention(Enum):
     flash_attention_2 = "flash_attention_2"  # needs flash-attn and CUDA; for capture alone
 
 
+class StateBackend(Enum):
+    transformers = "transformers"  # the whole verifier in memory, of one rank or of all together
+    layers = "layers"  # one decoder layer in memory at a time
+    vllm = "vllm"  # an installed vLLM computes them; needs a GPU
+    dumped = "dumped"  # another program computed them: its files
+
+
+class MissingStates(Enum):
+    refuse = "refuse"  # stop, and name them
+    compute = "compute"  # let the verifier compute them, one layer in memory at a time
+
+
 class DraftAttentionKind(Enum):
     auto = "auto"  # the fastest that runs on the machine
     flash_attn = "flash_attn"  # needs flash-attn and CUDA
@@ -143,6 +155,14 @@ class CaptureSection:
     shard_mib: int = 1024  # size of one shard
     tolerance: float | None = None  # error allowed of logits from the stored states, relative to
     # their root mean square; null: 0.02, in fp8 0.1 (another layer's state is 1 away)
+    backend: StateBackend = StateBackend.transformers  # who computes the states
+    tensor_parallel: bool = False  # of transformers: all ranks hold one verifier together
+    chunk_tokens: int = 65536  # of layers: tokens that pass a layer while it is in memory; of vllm:
+    # tokens handed to it together; never more than a shard's, so raise shard_mib with it
+    dumped: str | None = None  # of dumped: folder of vLLM's or speculators' hidden-state files
+    missing: MissingStates = MissingStates.refuse  # of dumped: samples without a file
+    vllm_python: str | None = None  # of vllm: the Python that has it; null: the one that runs this
+    vllm_args: dict[str, Any] = field(default_factory=dict)  # of vllm: more arguments for its LLM
 
 
 @dataclass

@@ -10,6 +10,9 @@ SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engi
 # Knobs of those sections that a rerun may change: how fast, not what.
 FREE = (
     "verifier.attention",
+    "capture.tensor_parallel",
+    "capture.chunk_tokens",
+    "capture.vllm_python",
     "optim.micro_batch_tokens",
     "engine.attention",
     "engine.compile",

@@ -15,8 +15,9 @@ import torch
 from tqdm import tqdm
 
 from conf.compose import entry
-from conf.runtime import RankInfo, cache_dir, progress, say
+from conf.runtime import RankInfo, progress, say
 from conf.schema import ConfigError, RunConfig
+from data.backends import Job, StateSource, state_source
 from data.capture_job import CaptureJob, begin
 from data.corpus import load_prepared
 from data.distributed import (
@@ -33,8 +34,7 @@ from data.prepare import prepare
 from data.records import PreparedData, TokenizedSample
 from data.shard_file import describe, write_shard
 from data.shards import HiddenStateShard
-from data.states import check_states, states_of
-from models.verifier import Verifier
+from data.states import batches
 
 
 def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
@@ -72,28 +72,31 @@ def full_disk_named(cfg: RunConfig) -> Iterator[None]:
 def write_missing(
     cfg: RunConfig, prepared: PreparedData, job: CaptureJob, ranks: RankInfo
 ) -> dict[str, str]:
-    """Write this rank's share of the missing shards -> name and sha256 of each."""
-    mine = job.todo[ranks.rank :: ranks.world_size]
+    """Write this rank's share of the missing shards -> name and sha256 of each.
+
+    Ranks that hold one verifier together compute all shards together, and rank 0 writes them.
+    """
+    together = cfg.capture.tensor_parallel
+    mine = job.todo if together else job.todo[ranks.rank :: ranks.world_size]
     if not mine:
         return {}
     device = pick_device(cfg.run.device, ranks.local_rank)
-    dtype = getattr(torch, cfg.verifier.dtype.value)
-    verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
-    stored = getattr(torch, job.manifest.dtype)
-    first = prepared.samples[mine[0].first : mine[0].first + mine[0].count]
-    check_states(verifier, first, stored, cfg.capture.tolerance)
     written = {}
-    of_all = f" (rank 0 of {ranks.world_size})" if ranks.world_size > 1 else ""
+    alone = together or ranks.world_size == 1
+    of_all = "" if alone else f" (rank 0 of {ranks.world_size})"
     tokens = sum(span.tokens for span in mine)
-    bar = cast(tqdm, progress((), tokens, "capture" + of_all, "token"))
-    for span in mine:
-        samples = prepared.samples[span.first : span.first + span.count]
-        shard = HiddenStateShard.empty(samples, span.first, job.manifest)
-        fill(shard, samples, verifier, cfg.capture.batch_tokens, bar.update)
-        written[span.name] = write_shard(job.folder, span, shard, job.manifest.fingerprint)
-    bar.close()
-    del verifier
-    gc.collect()  # its hooks refer back to it; training needs the memory
+    wanted = [one for s in mine for one in prepared.samples[s.first : s.first + s.count]]
+    with state_source(Job(cfg, device, getattr(torch, job.manifest.dtype), wanted)) as source:
+        bar = cast(tqdm, progress((), tokens, "capture" + of_all, "token"))
+        for span in mine:
+            samples = prepared.samples[span.first : span.first + span.count]
+            shard = HiddenStateShard.empty(samples, span.first, job.manifest)
+            fill(shard, samples, source, bar.update)
+            if ranks.is_main or not together:
+                written[span.name] = write_shard(job.folder, span, shard, job.manifest.fingerprint)
+        bar.close()
+    del source
+    gc.collect()  # the hooks of a verifier refer back to it; training needs the memory
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return written
@@ -102,33 +105,16 @@ def write_missing(
 def fill(
     shard: HiddenStateShard,
     samples: list[TokenizedSample],
-    verifier: Verifier,
-    batch_tokens: int,
+    source: StateSource,
     count: Callable[[int], object],
 ) -> None:
-    """Run the verifier over the samples of one shard; ``count`` hears the tokens of each batch."""
+    """Fetch the states of the samples of one shard; ``count`` hears the tokens of each batch."""
     lengths = [len(sample.input_ids) for sample in samples]
-    for places in batches(lengths, batch_tokens):
-        states = states_of(verifier, [samples[place] for place in places], shard.last.dtype)
+    for places in batches(lengths, source.batch_tokens):
+        states = source.of([samples[place] for place in places])
         for place, one in zip(places, states, strict=True):
             shard.put(place, one)
         count(sum(lengths[place] for place in places))
-
-
-def batches(lengths: list[int], limit: int) -> Iterator[list[int]]:
-    """Group samples of like length, longest first, to at most ``limit`` tokens with padding.
-
-    A sample longer than ``limit`` goes alone. The grouping depends on the shard only, so a shard
-    that is written again has the same bytes.
-    """
-    batch: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > limit:
-            yield batch
-            batch = []
-        batch.append(place)
-    if batch:
-        yield batch
 
 
 def finish(job: CaptureJob, written: dict[str, str], ranks: RankInfo) -> CaptureJob:

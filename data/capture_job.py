@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from conf.runtime import cache_dir, fingerprint, say
-from conf.schema import ConfigError, RunConfig
+from conf.schema import ConfigError, JobError, RunConfig, StateBackend
+from data.dumped import listing
 from data.manifest import FORMAT_VERSION, Manifest, manifest_file, open_manifest, shard_folder
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
@@ -20,6 +21,14 @@ from models.bundled import resolve
 from models.verifier import VerifierFacts, load_facts, load_tokenizer, weights_fingerprint
 
 MIB = 1 << 20
+RESOURCES = (  # arguments of vLLM that decide how much and how fast, not what
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enforce_eager",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,9 @@ def begin(cfg: RunConfig, prepared: PreparedData, held: ExitStack) -> CaptureJob
     spans = plan_spans(lengths, asking, sizes, cfg.capture.shard_mib * MIB)
     if manifest_file(folder).exists():
         try:
-            return CaptureJob(folder, open_manifest(folder), spans, [], complete=True)
+            found = open_manifest(folder)
+            refuse_other_dump(cfg, manifest, found)
+            return CaptureJob(folder, found, spans, [], complete=True)
         except ConfigError as problem:
             say(f"capture: mending an incomplete cache ({problem})")
     todo = [span for span in spans if not is_whole(folder, span, manifest.fingerprint)]
@@ -57,7 +68,12 @@ def begin(cfg: RunConfig, prepared: PreparedData, held: ExitStack) -> CaptureJob
 
 
 def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) -> Manifest:
-    """Describe the cache to be. Its fingerprint covers what decides the states, and no more."""
+    """Describe the cache to be. Its fingerprint covers what decides the states, and no more.
+
+    The library's states are the same whole, layer by layer or split over ranks, but for the last
+    bits, as they are in other batches; another engine's are not, nor are those of other files.
+    """
+    backend, dumped = cfg.capture.backend, cfg.capture.dumped
     cache = cache_dir(cfg)
     weights = weights_fingerprint(resolve(cfg.verifier.path, cache))
     tokenizer = load_tokenizer(cfg.verifier, cache)
@@ -65,7 +81,13 @@ def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) ->
     return Manifest(
         format_version=FORMAT_VERSION,
         fingerprint=fingerprint(
-            FORMAT_VERSION, weights, facts.aux_layers, dtype, computed_in, prepared.fingerprint
+            FORMAT_VERSION,
+            weights,
+            facts.aux_layers,
+            dtype,
+            computed_in,
+            prepared.fingerprint,
+            *engine_of(cfg),
         ),
         verifier=weights,
         verifier_path=cfg.verifier.path,
@@ -76,7 +98,32 @@ def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) ->
         dtype=dtype.value,
         hidden_size=facts.hidden_size,
         aux_layers=facts.aux_layers,
+        backend=backend.value,
+        dump=listing(Path(dumped).expanduser()) if dumped else "",
     )
+
+
+def engine_of(cfg: RunConfig) -> list[object]:
+    """What else decides states that are not the library's own; nothing for those that are.
+
+    Dumped files count by their folder, so that they may be deleted once they are packed.
+    """
+    backend, dumped = cfg.capture.backend, cfg.capture.dumped
+    if backend is StateBackend.vllm:
+        chosen = {k: v for k, v in cfg.capture.vllm_args.items() if k not in RESOURCES}
+        return [backend, chosen]
+    return [backend, str(Path(dumped).expanduser().resolve())] if dumped else []
+
+
+def refuse_other_dump(cfg: RunConfig, wanted: Manifest, found: Manifest) -> None:
+    """Raises JobError when the dumped files are there and are not those that were packed."""
+    there = cfg.capture.dumped and Path(cfg.capture.dumped).expanduser().is_dir()
+    if there and wanted.dump != found.dump:
+        raise JobError(
+            f"capture.dumped={cfg.capture.dumped}: names and sizes of its files give {wanted.dump} "
+            f"and the cache was packed from {found.dump}; put the new files into another folder, "
+            "or set another run.cache"
+        )
 
 
 def check_space(cfg: RunConfig, folder: Path, todo: list[ShardSpan]) -> None:

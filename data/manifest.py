@@ -42,6 +42,8 @@ class Manifest:
     dtype: str  # of aux and last
     hidden_size: int
     aux_layers: list[int]
+    backend: str  # capture.backend that computed the states, or the last of them
+    dump: str  # of backend=dumped: digest of the names and sizes of its files; else empty
     aux_meaning: str = AUX_MEANING
     last_meaning: str = LAST_MEANING
     shards: list[ShardEntry] = field(default_factory=list)

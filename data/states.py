@@ -1,5 +1,6 @@
 """The states that a verifier gives for a batch of samples, and the check that they are right."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,8 @@ from data.chains import asking_rows
 from data.fp8 import FP8, quantise, restored
 from data.records import TokenizedSample
 from data.shards import SampleStates
-from models.verifier import Verifier
+from models.layerwise import states_by_layer
+from models.verifier import Verifier, VerifierStates
 
 HEAD_ROWS = 128  # whose logits exist at one time: 25 MB for 50,000 ids, which a CPU caches best
 TOLERANCE = 0.02
@@ -24,12 +26,51 @@ def states_of(
 ) -> list[SampleStates]:
     """Run ``samples`` as one right-padded batch -> their states on the CPU, aux and last in dtype.
 
-    argmax and lse come from the verifier's own logits, before the states are rounded to ``dtype``;
-    they and last are those of the rows that ask. Raises JobError naming the sample when a state or
-    a logit is not finite.
+    Raises JobError naming the sample when a state or a logit is not finite.
     """
-    ids, real = padded(samples)
-    states = verifier.states(ids.to(verifier.device))
+    ids = padded(samples)[0].to(verifier.device)
+    return packed(verifier, samples, verifier.states(ids), dtype)
+
+
+def states_of_chunk(
+    verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype, batch_tokens: int
+) -> list[SampleStates]:
+    """The same, each layer over all ``samples`` before the next, in batches of ``batch_tokens``."""
+    groups = list(batches([len(sample.input_ids) for sample in samples], batch_tokens))
+    chosen = [[samples[place] for place in places] for places in groups]
+    states = states_by_layer(verifier, [padded(some)[0] for some in chosen])
+    found: dict[int, SampleStates] = {}
+    for places, some in zip(groups, chosen, strict=True):
+        parts = packed(verifier, some, states.pop(0), dtype)  # whose memory goes at once
+        found.update(zip(places, parts, strict=True))
+    return [found[place] for place in range(len(samples))]
+
+
+def batches(lengths: list[int], limit: int) -> Iterator[list[int]]:
+    """Group samples of like length, longest first, to at most ``limit`` tokens with padding.
+
+    A sample longer than ``limit`` goes alone. The grouping depends on the shard only, so a shard
+    that is written again has the same bytes.
+    """
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > limit:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def packed(
+    verifier: Verifier, samples: list[TokenizedSample], states: VerifierStates, dtype: torch.dtype
+) -> list[SampleStates]:
+    """``states`` of ``samples`` as one right-padded batch -> what the cache keeps of each.
+
+    argmax and lse come from the verifier's own logits, before the states are rounded to ``dtype``;
+    they and last are those of the rows that ask.
+    """
+    real = padded(samples)[1]
     lengths = [len(sample.input_ids) for sample in samples]
     mask = torch.cat([sample.loss_mask for sample in samples])
     asks = asking_rows(mask, torch.tensor([0, *lengths]).cumsum(0))
@@ -80,37 +121,60 @@ def padded(samples: list[TokenizedSample]) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1]) < lengths[:, None]
 
 
+Run = Callable[[Tensor], VerifierStates]  # token ids [B, T] -> their states
+
+
 @torch.no_grad()
 def check_states(
-    verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype, tolerance: float | None
+    verifier: Verifier,
+    run: Run,
+    samples: list[TokenizedSample],
+    dtype: torch.dtype,
+    tolerance: float | None,
 ) -> None:
-    """Compare a few samples with the model library's own forward. Raises JobError when wrong.
+    """Compare what ``run`` gives for a few samples with the model library's own forward.
+
+    Raises JobError when it is wrong.
 
     Teacher: the head applied to the stored last states gives the library's logits, by the root
     mean square of the worst row, within ``tolerance`` of the logits' own. Aux: the streams are the
     library's hidden_states[n], bit by bit. Both catch a state that is one layer off.
     """
-    probe = [
-        replace(  # every row asks
+    probe = probe_of(samples)
+    check_last(verifier, run, probe, dtype, tolerance)
+    check_aux(verifier, run, probe[0])
+
+
+def probe_of(samples: list[TokenizedSample]) -> list[TokenizedSample]:
+    """The beginnings of a few samples; every row asks."""
+    return [
+        replace(
             sample,
             input_ids=sample.input_ids[:PROBE_TOKENS],
             loss_mask=torch.ones(len(sample.input_ids[:PROBE_TOKENS]), dtype=torch.bool),
         )
         for sample in samples[:PROBE_SAMPLES]
     ]
-    check_last(verifier, probe, dtype, tolerance or (FP8_TOLERANCE if dtype == FP8 else TOLERANCE))
-    check_aux(verifier, probe[0])
+
+
+def allowed(tolerance: float | None, dtype: torch.dtype) -> float:
+    return tolerance or (FP8_TOLERANCE if dtype == FP8 else TOLERANCE)
 
 
 def check_last(
-    verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype, tolerance: float
+    verifier: Verifier,
+    run: Run,
+    samples: list[TokenizedSample],
+    dtype: torch.dtype,
+    tolerance: float | None,
 ) -> None:
+    tolerance = allowed(tolerance, dtype)
     ids, real = padded(samples)
     output = verifier.model(input_ids=ids.to(verifier.device), use_cache=False)
     ends = torch.tensor([len(sample.input_ids) for sample in samples]) - 1
     real[torch.arange(len(samples)), ends] = False  # the last row of a sample asks for nothing
     theirs = output.logits[real.to(verifier.device)].float()  # [L, V]
-    found = states_of(verifier, samples, dtype)
+    found = packed(verifier, samples, run(ids.to(verifier.device)), dtype)
     last = torch.cat([restored(s.last, s.last_scales, verifier.dtype) for s in found])
     ours = verifier.logits_from(last.to(verifier.device)).float()
     worst = (ours - theirs).square().mean(-1).sqrt().max() / theirs.square().mean().sqrt()
@@ -124,12 +188,12 @@ def check_last(
         )
 
 
-def check_aux(verifier: Verifier, sample: TokenizedSample) -> None:
+def check_aux(verifier: Verifier, run: Run, sample: TokenizedSample) -> None:
     """The stream after the last layer is not compared: the library shows it normed only."""
     facts = verifier.facts
     ids = sample.input_ids[None].to(verifier.device)
     output = verifier.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-    streams = verifier.states(ids).aux.chunk(len(facts.aux_layers), -1)
+    streams = run(ids).aux.chunk(len(facts.aux_layers), -1)
     for n, stream in zip(facts.aux_layers, streams, strict=True):
         if n < facts.num_layers and not torch.equal(stream, output.hidden_states[n]):
             raise JobError(

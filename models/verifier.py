@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.schema import ConfigError, VerifierSection
 from models.architecture import (
     auto_class,
-    missing_package,
-    refuse_missing_weights,
     refuse_structure,
     stored_name,
 )
@@ -31,6 +29,7 @@ from models.facts import (
     load_tokenizer,
 )
 from models.kv import KVCache
+from models.placement import Placement, place
 from models.rope import settle_longrope
 
 SAMPLED_BLOCKS = 64  # of a weights file that go into its fingerprint
@@ -60,16 +59,19 @@ class Verifier:
 
     @classmethod
     def load(
-        cls, section: VerifierSection, cache: Path, device: torch.device, dtype: torch.dtype
+        cls,
+        section: VerifierSection,
+        cache: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        placement: Placement = Placement.whole,
     ) -> "Verifier":
-        """Load weights (safetensors only) onto ``device``. Raises ConfigError when not found."""
-        folder = resolve(section.path, cache)
-        tensor_files(folder)  # a folder without weights is refused before anything heavy
+        """Load weights (safetensors only) for ``device``. Raises ConfigError when not found."""
+        tensor_files(resolve(section.path, cache))  # refuses before anything heavy is done
         facts, tokenizer = load_facts(section, cache), load_tokenizer(section, cache)
         with library_errors_named(section, "model"):
-            model = from_files(section, folder, dtype)
+            model = place(section, cache, dtype, device, placement)
         refuse_structure(section, model, facts.num_layers)
-        nn.Module.to(model, device)
         return cls(model, tokenizer, facts)
 
     @property
@@ -107,6 +109,10 @@ class Verifier:
 
         return keep
 
+    def forget(self) -> None:
+        """Drop the streams of a forward whose states nobody asked for."""
+        self._aux.clear()
+
     @torch.no_grad()
     def states(self, input_ids: Tensor, cache: KVCache | None = None) -> VerifierStates:
         """Run the backbone over ``input_ids`` [B, T].
@@ -127,7 +133,7 @@ class Verifier:
                 use_cache=True,
             )
         aux = torch.cat([self._aux[n] for n in self.facts.aux_layers], dim=-1)
-        self._aux.clear()
+        self.forget()
         if aux.shape[:-1] != input_ids.shape:
             raise ConfigError(
                 f"verifier.path={self.facts.path}: the layers of {type(self.model).__name__} hand "
@@ -140,23 +146,6 @@ class Verifier:
     def logits_from(self, last: Tensor) -> Tensor:
         """[..., D] after the final norm -> [..., V], with the model's own scale or soft-cap."""
         return scaled_logits(self.head(last), self.model.config.get_text_config())
-
-
-def from_files(section: VerifierSection, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-    try:
-        model, found = auto_class(config).from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=section.attention.value,
-            trust_remote_code=section.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except ImportError as error:
-        raise missing_package(section, config, error) from error
-    refuse_missing_weights(section, found["missing_keys"])
-    return model
 
 
 def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:

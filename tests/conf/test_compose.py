@@ -39,6 +39,26 @@ def test_every_group_file_composes(group: str, option: str):
         (["verifier=llama9"], ["llama9", "qwen3_8b"]),
         (["loss.kind=mse"], ["loss.kind", "mse", "kl"]),
         (["stages=[eval]", "verifier.attention=flash_attention_2"], ["attention=sdpa"]),
+        (["capture.chunk_tokens=0"], ["capture.chunk_tokens=65536"]),
+        (["capture.tensor_parallel=true"], ["capture.tensor_parallel=true", "torchrun"]),
+        (
+            ["capture.tensor_parallel=true", "capture.backend=layers"],
+            ["capture.tensor_parallel=true", "backend=layers", "backend=transformers"],
+        ),
+        (["capture.backend=dumped"], ["capture.dumped=None", "give both"]),
+        (["capture.dumped=tests"], ["capture.dumped=tests", "backend=dumped"]),
+        (
+            ["stages=[capture]", "capture.backend=dumped", "capture.dumped=/nowhere"],
+            ["capture.dumped=/nowhere", "token_ids"],
+        ),
+        (
+            ["stages=[capture]", "capture.backend=vllm"],
+            ["capture.vllm_python=null", "vllm >= 0.18"],
+        ),
+        (
+            ["stages=[capture]", "capture.backend=vllm", "capture.vllm_python=/no/python"],
+            ["capture.vllm_python=/no/python"],
+        ),
         (["ttt.decay=1.5"], ["ttt.decay=1.5", "0.8"]),
         (["engine.deepspeed.zero_optimization.stage=3"], ["engine.zero_stage=1"]),
         (["+engine.deepspeed.checkpoint.load_universal=true"], ["load_universal", "remove it"]),

@@ -1,5 +1,8 @@
 """What the tests of the cache share: samples by hand, and a cache written without a verifier."""
 
+import os
+import pickle
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from conf.schema import RunConfig
 from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
 from data.records import PreparedData, Skipped, TokenizedSample
 from data.shard_file import describe, write_shard
 from data.shards import HiddenStateShard, SampleStates
 from data.spans import RowSizes, plan_spans
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [5, 9, 33, 12, 7, 64, 21, 18, 40, 11, 6, 27, 50, 14, 8, 30, 19, 23, 10, 16]
 
 
@@ -39,6 +44,29 @@ def prepared(some_samples: list[TokenizedSample], tmp_path: Path) -> PreparedDat
 
 
 @pytest.fixture
+def start_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Runs a script that finds ``cfg`` and ``prepared``; ``python`` is what starts it."""
+
+    def start(
+        text: str, cfg: RunConfig, prepared: PreparedData, python: list[str]
+    ) -> subprocess.CompletedProcess:
+        payload, script = tmp_path / "job.pickle", tmp_path / "job.py"
+        payload.write_bytes(pickle.dumps((cfg, prepared)))
+        head = f"import pickle\ncfg, prepared = pickle.load(open({str(payload)!r}, 'rb'))\n"
+        script.write_text(head + text)
+        return subprocess.run(
+            [*python, str(script)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return start
+
+
+@pytest.fixture
 def write_cache() -> Callable[[Path, list[TokenizedSample]], Path]:
     return cache_of_random_states
 
@@ -57,6 +85,8 @@ def cache_of_random_states(folder: Path, samples: list[TokenizedSample]) -> Path
         dtype="bfloat16",
         hidden_size=8,
         aux_layers=[2, 4, 5],
+        backend="transformers",
+        dump="",
     )
     shard_folder(folder).mkdir(parents=True)
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
