@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pyarrow
@@ -96,6 +97,18 @@ def test_rows_of_many_batches_keep_their_order(tmp_path):
     file = save(tmp_path / "a.parquet", [{"n": n} for n in range(1000)])
     expected = [Row(f"a.parquet:row {n + 1}", value={"n": n}) for n in range(1000)]
     assert list(parquet_rows(file)) == expected
+
+
+def test_memory_is_flat_within_one_row_group(tmp_path):
+    dice = random.Random(0)
+    rows = [{"text": f"{dice.getrandbits(32_000):x}"} for _ in range(6000)]
+    file = save(tmp_path / "a.parquet", rows)
+    assert pyarrow.parquet.read_metadata(file).num_row_groups == 1
+    size = file.stat().st_size
+    before = pyarrow.total_allocated_bytes()
+    used = [pyarrow.total_allocated_bytes() - before for _ in parquet_rows(file)]
+    assert len(used) == 6000
+    assert max(used) < size / 2
 
 
 @pytest.mark.parametrize(
