@@ -95,10 +95,10 @@ def text_rows(file: Path, array: bool) -> Iterator[Row]:
         yield Row(f"{file.name}:row {number + 1}", broken=CUT_STREAM)
 
 
-def starts(file: Path) -> bool:
-    """Whether a text file holds anything but blanks. Raises OSError where it cannot be read."""
+def start_of(file: Path) -> bytes:
+    """What a text file begins with, blanks apart. Raises OSError where it cannot be read."""
     with open_text(file) as stream:
-        return bool(first_bytes(stream))
+        return first_bytes(stream)
 
 
 def holds_lines(file: Path) -> bool:

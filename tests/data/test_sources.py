@@ -175,6 +175,21 @@ def test_an_empty_file_is_named_before_anything_is_read(tmp_path, name, content)
             find_files([str(path)])
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"messages": []}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (gzip.compress(b"{}"), r"is compressed; let its name end with \.gz as well"),
+        (pyarrow.compress(b"{}", "zstd", asbytes=True), r"is compressed; .* with \.zst as well"),
+        (b"PAR1\x15\x04", r"is a parquet table; let its name end with \.parquet"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named_with_the_way_out(tmp_path, content, message):
+    file = save(tmp_path / "a.jsonl", content)
+    with pytest.raises(ConfigError, match=rf"^data\.path=\S*a\.jsonl: the file {message}"):
+        find_files([str(file)])
+
+
 def test_a_compressed_file_that_is_none_is_named(tmp_path):
     file = save(tmp_path / "a.jsonl.gz", lines(row("a")))
     with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read \(zlib inflate failed"):
