@@ -14,7 +14,7 @@ from conf.schema import HUB, ConfigError
 from data.dialects import Reading, RowRefused, read_row
 from data.records import Conversation, Skipped
 from data.rows import BLOCK, COMPRESSED, Row, start_of, text_rows
-from data.tables import HubSplit, hub_facts, hub_rows, hub_split, parquet_count, parquet_rows
+from data.tables import HubSplit, hub_facts, hub_rows, hub_split, parquet_count, parquet_rows, words
 
 EXTENSIONS = (
     *(".json", ".jsonl", ".parquet"),
@@ -188,7 +188,7 @@ def read_rows(source: Source) -> Iterator[Row]:
 
 
 def unreadable(file: Path, error: OSError) -> ConfigError:
-    reason = str(error.strerror or error).rstrip(".")
+    reason = error.strerror or words(error)
     return ConfigError(f"{file}: cannot be read ({reason}); write it anew or leave it out")
 
 
