@@ -40,11 +40,12 @@ skipped         rows without a user turn or an answer, with a turn without text 
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from data.layouts import TURN_LISTS, raw_turns, text_of_key
 from data.records import Conversation, Tokenised, Turn
-from data.turns import RowRefused, first_of, joined, named, read_turn, shown
+from data.turns import RowRefused, first_of, joined, named, read_turn, refuse_broken, shown
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -84,7 +85,8 @@ def read_row(value: object, where: str, prompts: bool = False) -> Reading:
             read_turns(value, prompts, reading)
     except RecursionError as error:
         raise RowRefused("nested too deeply") from error
-    refuse_broken(reading.conversation)
+    for text in texts_of(reading.conversation):
+        refuse_broken(text)
     return reading
 
 
@@ -104,7 +106,7 @@ def read_turns(value: dict, prompts: bool, reading: Reading) -> None:
     together = named(joined(turns, "\n\n"))
     if len(together) < len(turns):
         reading.changes.append("two turns of one role merged")
-    ids = answer_ids(value)
+    ids = () if prompts else answer_ids(value)
     if len(ids) > sum(turn.role == "assistant" for turn in together):
         raise RowRefused("answer_ids for more answers than there are")
     reading.conversation = replace(
@@ -122,19 +124,12 @@ def row_id(value: dict, where: str) -> str:
     return str(name) if isinstance(name, str | int) and str(name) else where
 
 
-def refuse_broken(found: Conversation) -> None:
-    """Refuse text that no tokenizer takes as it stands: it could be neither kept nor dropped."""
-    texts = [found.id, found.task, found.tools]
+def texts_of(found: Conversation) -> Iterator[str]:
+    yield from (found.id, found.task, found.tools)
     for turn in found.turns:
-        texts += (turn.content, turn.reasoning, turn.name)
-        texts += (text for call in turn.calls for text in (call.name, call.arguments))
-    for text in texts:
-        if "\0" in text:
-            raise RowRefused("NUL character in the text")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # half a surrogate pair
-            raise RowRefused("broken characters in the text") from error
+        yield from (turn.content, turn.reasoning, turn.name)
+        for call in turn.calls:
+            yield from (call.name, call.arguments)
 
 
 def answer_ids(value: dict) -> tuple[tuple[int, ...], ...]:
@@ -201,8 +196,8 @@ def schema(tool: dict) -> dict:
 
 
 def with_system(listed: list, value: dict) -> list:
-    system = text_of_key(value, "system", "system_prompt")
-    if not system or role_name(listed[0]) == "system":
+    system = first_of(value, "system", "system_prompt")
+    if system in (None, "", []) or role_name(listed[0]) == "system":
         return listed
     return [{"role": "system", "content": system}, *listed]
 

@@ -228,4 +228,16 @@ def arguments_of(value: object) -> str:
         text = ""
     if not isinstance(value, dict):
         raise RowRefused(NO_ARGUMENTS)
+    if "\\u" in text:  # an escape may hide half a surrogate pair
+        refuse_broken(json.dumps(value, ensure_ascii=False))
     return text or json.dumps(value, ensure_ascii=False)
+
+
+def refuse_broken(text: str) -> None:
+    """Refuse text that no tokenizer takes as it stands: it could be neither kept nor dropped."""
+    if "\0" in text:
+        raise RowRefused("NUL character in the text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair
+        raise RowRefused("broken characters in the text") from error

@@ -75,6 +75,7 @@ def test_sharegpt_calls_and_observations():
         ({}, "{}"),
         ('{"x":1}', '{"x":1}'),  # the row's own spelling
         ('{\n "x": 1\n}', '{\n "x": 1\n}'),
+        ('{"x": "\\ud83d\\ude00"}', '{"x": "\\ud83d\\ude00"}'),
         ('{"x": "a\tb"}', '{"x": "a\\tb"}'),  # no strict JSON, and readers of ours are strict
         ({"x": "é", "y": None}, '{"x": "é", "y": null}'),
     ],
@@ -214,6 +215,10 @@ def test_names_do_not_reach_over_other_calls():
             "tool call whose arguments are no JSON object",
         ),
         ({"reasoning": {"text": "so"}}, "reasoning that is not text"),
+        (
+            {"tool_calls": [{"name": "f", "arguments": '{"x": "\\ud83d"}'}]},
+            "broken characters in the text",
+        ),
     ],
 )
 def test_reasons(turn, reason):
