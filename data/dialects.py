@@ -29,7 +29,8 @@ content         text, or a list of typed parts: text, reasoning, calls, results.
                 other media skip the row by their name. ``<think>`` inside text stays there.
 reasoning       a part, or ``reasoning_content``, ``thinking`` or ``reasoning`` of a turn
 calls           ``tool_calls`` (OpenAI), ``function_call``, a part. Arguments are an object or
-                its JSON text. Call ids only serve to name the tool of a result.
+                its JSON text. Call ids only serve to name the tool of a result, and to put
+                the results of several calls in the order of the calls.
 order           neighbours of one role are merged, with a blank line between, unless that
                 moves thoughts or text past what was said before; tool results stay apart
 start, end      what stands before the first user turn answers nothing and is left out, system
@@ -42,10 +43,21 @@ skipped         rows without a user turn or an answer, with a turn without text 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 
 from data.layouts import TURN_LISTS, raw_turns, text_of_key
 from data.records import Conversation, Tokenised, Turn
-from data.turns import RowRefused, first_of, joined, named, read_turn, refuse_broken, shown
+from data.turns import (
+    RowRefused,
+    first_of,
+    in_call_order,
+    joined,
+    named,
+    read_turn,
+    refuse_broken,
+    shown,
+)
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -57,6 +69,7 @@ ROLES = {
 }
 NO_ANSWER = "no answer"
 NO_TOOLS = "tools are no JSON list of objects"
+REORDERED = "tool results put in the order of their calls"
 NO_MASK = "input_ids without a loss_mask or labels of that length"
 
 
@@ -100,8 +113,13 @@ def read_turns(value: dict, prompts: bool, reading: Reading) -> None:
     listed = with_system(raw_turns(value), value)
     names: dict[str, str] = {}
     turns: list[Turn] = []
-    for turn, role in zip(listed, roles_of(listed, reading), strict=True):
-        turns += read_turn(turn, role, names)
+    for role, run in groupby(zip(roles_of(listed, reading), listed, strict=True), itemgetter(0)):
+        said = [turn for _, turn in run]
+        told = in_call_order(said, names) if role == "tool" else said
+        if told != said and REORDERED not in reading.changes:
+            reading.changes.append(REORDERED)
+        for turn in told:
+            turns += read_turn(turn, role, names)
     turns = worth_reading(turns, "user" if prompts else "assistant", reading)
     together = named(joined(turns, "\n\n"))
     if len(together) < len(turns):

@@ -105,6 +105,23 @@ def test_results_find_their_calls():
     )
 
 
+def test_results_are_put_in_the_order_of_the_calls():
+    """Ids do not travel, so a template can tell the results apart by their order alone."""
+    turns: list[dict] = []
+    for calls, results in (("ab", "ba"), ("ba", "ab"), ("ab", "ab")):  # the ids are used again
+        asked = [{"id": c, "function": {"name": c, "arguments": {}}} for c in calls]
+        turns.append({"role": "assistant", "tool_calls": asked})
+        turns += [{"role": "tool", "tool_call_id": r, "content": r} for r in results]
+    found = read_row({"messages": [USER, *turns, ANSWER]}, "f")
+    said = [turn.content for turn in found.conversation.turns if turn.role == "tool"]
+    assert said == ["a", "b", "b", "a", "a", "b"]
+    assert found.changes == ["tool results put in the order of their calls"]
+    del turns[1]["tool_call_id"]
+    unsaid = read_row({"messages": [USER, *turns[:3], ANSWER]}, "f")
+    assert [turn.content for turn in unsaid.conversation.turns[2:4]] == ["b", "a"]
+    assert unsaid.changes == []
+
+
 def test_results_inside_a_user_turn_are_tool_turns():
     asked = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f"}]}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "4"}]}
