@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Attention, ConfigError, RunConfig, Stage, StateBackend
+from conf.schema import HUB, Attention, ConfigError, RunConfig, Stage, StateBackend
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -201,6 +201,8 @@ def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
         if not paths:
             yield f"{knob}=[]: is empty; {remedy}, then {knob}=FILE"
         for path in paths:
+            if knob == "data.path" and path.startswith(HUB):
+                continue  # only the hub knows
             place = Path(path).expanduser()
             if not place.exists() or (knob == "eval.prompts" and not place.is_file()):
                 yield f"{knob}={path}: no such file; {remedy}"
