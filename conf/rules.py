@@ -47,7 +47,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "regenerate.batch_size": "64",
     "capture.batch_tokens": "4096",
     "capture.shard_mib": "1024",
-    "optim.batch_size": "16",
+    "optim.packs_per_step": "8",
     "optim.micro_batch_tokens": "8192",
     "optim.max_steps": "null",
     "engine.threads": "null",
@@ -165,10 +165,10 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
             "is left to make; try regenerate.samples=1"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if Stage.train in cfg.stages and cfg.optim.batch_size < world:
+    if Stage.train in cfg.stages and cfg.optim.packs_per_step < world:
         yield (
-            f"optim.batch_size={cfg.optim.batch_size}: smaller than the {world} ranks, some would "
-            f"idle; try optim.batch_size={world}"
+            f"optim.packs_per_step={cfg.optim.packs_per_step}: smaller than the {world} ranks, "
+            f"some would idle; try optim.packs_per_step={world}"
         )
 
 

@@ -10,7 +10,7 @@ SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engi
 # Knobs of those sections that a rerun may change: how fast, not what.
 FREE = (
     "verifier.attention",
-    "optim.micro_batch_tokens",
+    "capture.mode",
     "engine.attention",
     "engine.compile",
     "engine.recompute",
