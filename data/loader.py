@@ -1,7 +1,7 @@
 """The loader: samples with their states in a reproducible order, as the batches of whole steps."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,10 +17,10 @@ from data.fp8 import FP8, restored
 from data.online import OnlineStates
 from data.packer import Packing
 from data.reader import ShardReader
-from data.records import CachedSample, TokenizedSample, TTTBatch
+from data.records import CachedPack, CachedSample, TokenizedSample, TTTBatch
 from models.runs import with_moved
 
-AHEAD = 2  # windows read in the background
+AHEAD = 2  # windows made in the background, each by a thread of its own
 SOON = 128 << 20  # bytes beyond them that the system is asked to fetch from the disk
 
 
@@ -98,9 +98,9 @@ class TrainLoader:
         soon = AHEAD + 1 + int(SOON / size)  # windows from the one in use
         waiting, expected = iter(steps), iter(steps)
         ahead: deque[Future[StepWindow]] = deque()
-        # One thread, or the reader would start OpenMP workers of its own: more workers than cores
+        # Single threads, or each would start OpenMP workers of its own: more workers than cores
         # sleep at every barrier instead of spinning, and a CPU step takes a third longer.
-        pool = ThreadPoolExecutor(1, "loader", initializer=torch.set_num_threads, initargs=(1,))
+        pool = ThreadPoolExecutor(AHEAD, "loader", initializer=torch.set_num_threads, initargs=(1,))
 
         def fetch(step: int) -> None:
             reader.expect([index for pack in self.packs_of(step)[self.own] for index in pack])
@@ -137,13 +137,12 @@ class TrainLoader:
         """This rank's among the packs of a step."""
         return slice(self.ranks.rank, None, self.ranks.world_size)
 
-    def batch(self, pack: list[int]) -> TTTBatch:
-        """The samples ``pack`` end to end; an empty one still has a row, and nothing supervised."""
-        samples = self.source.read_all(pack) or [self.idle_sample()]
-        mask = torch.cat([cached.sample.loss_mask for cached in samples])
-        starts = starts_of(samples)
-        chains = Chains.of(mask, starts, self.ttt.depth, self.ttt.supervise)
-        return collate(samples, chains)
+    def batch(self, chosen: list[int]) -> TTTBatch:
+        """The samples ``chosen`` end to end; none is a row in which nothing is supervised."""
+        pack = self.source.read_pack(chosen) if chosen else CachedPack.of([self.idle_sample()])
+        mask = torch.cat([sample.loss_mask for sample in pack.samples])
+        chains = Chains.of(mask, pack.starts, self.ttt.depth, self.ttt.supervise)
+        return batch_of(pack, chains)
 
     def packs_of(self, step: int) -> list[list[int]]:
         """The packs that all ranks together see in one step, as samples of the source."""
@@ -185,27 +184,25 @@ def starts_of(samples: list[CachedSample]) -> Tensor:
 
 def collate(samples: list[CachedSample], chains: Chains) -> TTTBatch:
     """``samples`` end to end, with the chains that run on them."""
-    mask = torch.cat([cached.sample.loss_mask for cached in samples])
+    return batch_of(CachedPack.of(samples), chains)
+
+
+def batch_of(pack: CachedPack, chains: Chains) -> TTTBatch:
+    """The samples of a pack as one batch, its states as they lie in the pack."""
+    mask = torch.cat([sample.loss_mask for sample in pack.samples])
     return TTTBatch(
-        input_ids=torch.cat([cached.sample.input_ids for cached in samples]),
-        positions=torch.cat([torch.arange(len(cached.sample.input_ids)) for cached in samples]),
-        aux=torch.cat([cached.aux for cached in samples]),
-        last=torch.cat([cached.last for cached in samples]),
-        argmax=torch.cat([cached.argmax for cached in samples]),
-        lse=torch.cat([cached.lse for cached in samples]),
-        samples=len(samples),
+        input_ids=torch.cat([sample.input_ids for sample in pack.samples]),
+        positions=torch.cat([torch.arange(len(sample.input_ids)) for sample in pack.samples]),
+        aux=pack.aux,
+        last=pack.last,
+        argmax=pack.argmax,
+        lse=pack.lse,
+        samples=len(pack.samples),
         chains=chains,
-        asking=asking_rows(mask, starts_of(samples)).cumsum(0) - 1,
-        aux_scales=joined([cached.aux_scales for cached in samples]),
-        last_scales=joined([cached.last_scales for cached in samples]),
+        asking=asking_rows(mask, pack.starts).cumsum(0) - 1,
+        aux_scales=pack.aux_scales,
+        last_scales=pack.last_scales,
     )
-
-
-def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """All of ``parts`` end to end; None where the states have no scales."""
-    there = [part for part in parts if part is not None]
-    assert len(there) in (0, len(parts))
-    return torch.cat(there) if there else None
 
 
 def moved_batch(batch: TTTBatch, move: Callable[[Tensor], Tensor]) -> TTTBatch:

@@ -10,7 +10,7 @@ from data.capture import batches
 from data.capture_job import manifest_of
 from data.distributed import pick_device
 from data.manifest import Manifest
-from data.records import CachedSample, PreparedData, TokenizedSample
+from data.records import CachedPack, CachedSample, PreparedData, TokenizedSample
 from data.states import check_states, states_of
 from models.verifier import Verifier
 
@@ -71,10 +71,14 @@ class OnlineStates:
 
     def read(self, index: int) -> CachedSample:
         """Sample ``index`` of the prepared order, aux and last in capture.dtype."""
-        return self.read_all([index])[0]
+        return self.compute([index])[0]
 
-    def read_all(self, indices: Sequence[int]) -> list[CachedSample]:
-        """The samples, in the order asked for; those of like length are computed together."""
+    def read_pack(self, indices: Sequence[int]) -> CachedPack:
+        """The samples end to end; token ids and masks are on the CPU, states where they arose."""
+        return CachedPack.of(self.compute(indices))
+
+    def compute(self, indices: Sequence[int]) -> list[CachedSample]:
+        """The samples, in the order asked for; those of like length run through together."""
         samples = [self.samples[index] for index in indices]
         found: dict[int, CachedSample] = {}
         dtype = getattr(torch, self.manifest.dtype)

@@ -13,7 +13,8 @@ from torch import Tensor
 from conf.schema import ConfigError
 from data.fp8 import FP8
 from data.manifest import ShardEntry, open_manifest, shard_folder
-from data.records import CachedSample, TokenizedSample
+from data.records import CachedPack, CachedSample, TokenizedSample
+from data.room import Room
 from data.shard_file import damaged, index_digest
 from data.shard_index import ShardIndex
 from data.shards import digest_of
@@ -46,6 +47,7 @@ class ShardReader:
                 "and run data.capture"
             )
         counts = torch.tensor([0, *(entry.samples for entry in self.manifest.shards)])
+        self._room = Room()
         self._firsts: list[int] = counts.cumsum(0)[:-1].tolist()
 
     def __str__(self) -> str:
@@ -73,56 +75,79 @@ class ShardReader:
 
         Raises ConfigError when a byte of it is not what capture wrote.
         """
-        return self.read_all([index])[0]
+        pack = self.read_pack([index])
+        return CachedSample(
+            sample=pack.samples[0],
+            aux=pack.aux,
+            last=pack.last,
+            argmax=pack.argmax,
+            lse=pack.lse,
+            aux_scales=pack.aux_scales,
+            last_scales=pack.last_scales,
+        )
 
-    def read_all(self, indices: Sequence[int]) -> list[CachedSample]:
-        """The samples, in the order asked for; they are read in the order of the files."""
-        found: dict[int, CachedSample] = {}
-        for shard, chosen in self._by_shard(indices):
-            with shard.path.open("rb", buffering=0) as file:
-                for index in chosen:
-                    found[index] = self._read(shard, file.fileno(), index)
-        return [found[index] for index in indices]
+    def read_pack(self, indices: Sequence[int]) -> CachedPack:
+        """The samples end to end, each read into its place; in the order of the files."""
+        parts = [self._shard(index).rows_of(self._place(index)) for index in indices]
+        columns = list(zip(*parts, strict=True))  # one tensor's rows, by sample
+        heights = [[part.shape[0] for part in column] for column in columns]
+        whole = [
+            column[0].rows(0, sum(rows)) for column, rows in zip(columns, heights, strict=True)
+        ]
+        found = self._room.tensors(whole)
+        split = (block.split(rows) for block, rows in zip(found, heights, strict=True))
+        rooms = list(zip(*split, strict=True))  # by sample, then in the order of ROWS
+        blocks = {one.name: block for one, block in zip(whole, found, strict=True)}
+        for number, handle in self._opened(indices):
+            shard, index = self._shard(indices[number]), indices[number]
+            for part, room in zip(parts[number], rooms[number], strict=True):
+                shard.read(handle, part, room)
+            if digest_of(list(rooms[number])) != self._digests[index]:
+                name = shard.ids[self._place(index)]
+                raise damaged(shard.path, f"sample {name} is not as it was written")
+        lengths = [int(self.lengths[index]) for index in indices]
+        ids = blocks["input_ids"].long().split(lengths)
+        masks = blocks["loss_mask"].bool().split(lengths)
+        return CachedPack(
+            samples=[
+                TokenizedSample(
+                    id=self._shard(index).ids[self._place(index)],
+                    input_ids=ids[number],
+                    loss_mask=masks[number],
+                    greedy=bool(self.greedy[index]),
+                    held_out=bool(self.held_out[index]),
+                )
+                for number, index in enumerate(indices)
+            ],
+            aux=blocks["aux"],
+            last=blocks["last"],
+            argmax=blocks["argmax"].long(),
+            lse=blocks["lse"],
+            aux_scales=blocks.get("aux_scales"),
+            last_scales=blocks.get("last_scales"),
+        )
 
     def expect(self, indices: Sequence[int]) -> None:
         """Ask the system to fetch the samples from the disk, and do not wait for it.
 
         All of it is asked for at once, so the disk works on many reads side by side.
         """
-        for shard, chosen in self._by_shard(indices):
-            with shard.path.open("rb", buffering=0) as file:
-                for index in chosen:
-                    for part in shard.rows_of(self._place(index)):
-                        os.posix_fadvise(
-                            file.fileno(), part.begin, part.bytes, os.POSIX_FADV_WILLNEED
-                        )
+        for number, handle in self._opened(indices):
+            index = indices[number]
+            for part in self._shard(index).rows_of(self._place(index)):
+                os.posix_fadvise(handle, part.begin, part.bytes, os.POSIX_FADV_WILLNEED)
 
-    def _read(self, shard: ShardIndex, handle: int, index: int) -> CachedSample:
-        place = self._place(index)
-        rows = {part.name: shard.read(handle, part) for part in shard.rows_of(place)}
-        if digest_of(list(rows.values())) != self._digests[index]:
-            raise damaged(shard.path, f"sample {shard.ids[place]} is not as it was written")
-        sample = TokenizedSample(
-            id=shard.ids[place],
-            input_ids=rows["input_ids"].long(),
-            loss_mask=rows["loss_mask"].bool(),
-            greedy=bool(self.greedy[index]),
-            held_out=bool(self.held_out[index]),
-        )
-        return CachedSample(
-            sample=sample,
-            aux=rows["aux"],
-            last=rows["last"],
-            argmax=rows["argmax"].long(),
-            lse=rows["lse"],
-            aux_scales=rows.get("aux_scales"),
-            last_scales=rows.get("last_scales"),
-        )
+    def _opened(self, indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(place in ``indices``, its open shard) of each, in the order of the files."""
+        order = sorted(range(len(indices)), key=lambda number: indices[number])
+        for _, chosen in groupby(order, lambda number: self._shard_number(indices[number])):
+            numbers = list(chosen)
+            with self._shard(indices[numbers[0]]).path.open("rb", buffering=0) as file:
+                for number in numbers:
+                    yield number, file.fileno()
 
-    def _by_shard(self, indices: Sequence[int]) -> Iterator[tuple[ShardIndex, list[int]]]:
-        """The shards that hold the samples, each with its own of them, ascending."""
-        for number, chosen in groupby(sorted(set(indices)), self._shard_number):
-            yield self._shards[number], list(chosen)
+    def _shard(self, index: int) -> ShardIndex:
+        return self._shards[self._shard_number(index)]
 
     def _shard_number(self, index: int) -> int:
         if not 0 <= index < len(self):

@@ -77,17 +77,15 @@ class ShardIndex:
                 found.append(self.tensors[name].rows(start, end))
         return found
 
-    def read(self, handle: int, stretch: Stretch) -> Tensor:
-        """The rows from the open file ``handle``, in memory of their own.
+    def read(self, handle: int, stretch: Stretch, rows: Tensor) -> None:
+        """Fill ``rows`` with the stretch, from the open file ``handle``.
 
-        One read takes them all: a mapped file would be fetched in pieces of some pages, each
-        waited for. Raises ConfigError when the file ends before they do.
+        One read takes it all: a mapped file would be fetched in pieces of some pages, each waited
+        for. Raises ConfigError when the file ends before.
         """
-        rows = torch.empty(stretch.shape, dtype=stretch.dtype)
         room, begin = raw(rows), stretch.begin
         while len(room):
             got = os.preadv(handle, [room], begin)
             if not got:
                 raise damaged(self.path, f"ends before its {stretch.name} does")
             room, begin = room[got:], begin + got
-        return rows
