@@ -35,6 +35,11 @@ class StateDtype(Enum):
     fp8 = "float8_e4m3fn"  # half the bytes; a scale a row and state
 
 
+class CaptureMode(Enum):
+    cache = "cache"  # write the states once, read them every epoch
+    online = "online"  # compute them when a step needs them, and write nothing
+
+
 class Device(Enum):
     auto = "auto"
     cpu = "cpu"
@@ -151,6 +156,7 @@ class RegenerateSection:
 
 @dataclass
 class CaptureSection:
+    mode: CaptureMode = CaptureMode.cache  # online holds the verifier beside the draft
     dtype: StateDtype = StateDtype.bfloat16  # precision of the stored states
     batch_tokens: int = 4096  # tokens of one verifier forward, padding included
     shard_mib: int = 1024  # size of one shard
@@ -188,7 +194,7 @@ class OptimSection:
     clip: float = 0.5  # largest global gradient norm
     warmup_share: float = 0.04  # share of all steps with rising learning rate
     min_lr_share: float = 0.1  # end of the cosine, as a share of lr
-    batch_size: int = 16  # samples an optimizer step, over all ranks
+    packs_per_step: int = 8  # packs an optimizer step, over all ranks
     micro_batch_tokens: int = (
         8192  # tokens of a pack, a rank's forward; a longer sample is one alone
     )
