@@ -19,7 +19,8 @@ from data.dialects import RowRefused
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.sources import FileDigest, RowLog, digest, find_files, read_conversations
-from data.template import TEMPLATE_REASONS, encode
+from data.spans import TEMPLATE_REASONS
+from data.template import encode
 from models.verifier import load_facts, load_tokenizer
 
 CUT_SHORT = "longer than data.max_length: cut there"
