@@ -58,8 +58,9 @@ class ChatTemplate:
 
     @cached_property
     def text(self) -> str:
+        tools = self.schemas  # some tokenizers keep a second template, for conversations with tools
         try:
-            return self.tokenizer.get_chat_template(tools=self.schemas)
+            return self.tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
             raise ConfigError(
                 f"verifier.path={self.tokenizer.name_or_path}: its tokenizer has no chat template; "

@@ -7,7 +7,7 @@ other row (trimmed in part, thoughts taken out, a date) is worked out by itself.
 probe and a prompt an answer, four renders of five in a conversation of four turns.
 """
 
-from itertools import accumulate, chain
+from itertools import accumulate
 
 from data.dialects import RowRefused
 from data.records import Conversation, Turn
@@ -62,23 +62,26 @@ def fit(
 ) -> MarkedText | None:
     """None unless the full render is the skeleton with this conversation's texts in it."""
     full = template.whole(conversation.turns)
-    texts = [turn.content for turn in conversation.turns]
-    for written in (texts, [text.strip() for text in texts]):  # as it stands, or trimmed
-        between = chain.from_iterable(zip(skeleton.pieces, written, strict=False))
-        if "".join([*between, skeleton.pieces[-1]]) == full:
-            spans = place(conversation, written, skeleton)
-            return MarkedText(full[: len(full) - skeleton.beyond], spans)
-    return None
-
-
-def place(conversation: Conversation, written: list[str], skeleton: Skeleton) -> list[Span]:
-    spans: list[Span] = []
+    if not full.startswith(skeleton.pieces[0]):
+        return None
     shifts = zip(skeleton.starts, skeleton.ends, strict=True)
-    at = 0
-    for turn, piece, text in zip(conversation.turns, skeleton.pieces, written, strict=False):
-        at += len(piece)
+    spans: list[Span] = []
+    at = len(skeleton.pieces[0])
+    for turn, after in zip(conversation.turns, skeleton.pieces[1:], strict=True):
+        end = text_end(full, at, turn.content, after)
+        if end is None:
+            return None
         if turn.role == "assistant":
-            before, after = next(shifts)
-            spans.append((at + before, at + len(text) + after))
-        at += len(text)
-    return spans
+            before, behind = next(shifts)
+            spans.append((at + before, end + behind))
+        at = end + len(after)
+    return MarkedText(full[: at - skeleton.beyond], spans) if at == len(full) else None
+
+
+def text_end(full: str, at: int, text: str, after: str) -> int | None:
+    """Where ``text`` ends that starts at ``at``, as it stands or trimmed, with ``after`` behind."""
+    for written in (text, text.strip()):
+        end = at + len(written)
+        if full.startswith(written, at) and full.startswith(after, end):
+            return end
+    return None
