@@ -233,10 +233,10 @@ def how(report: EvalReport) -> str:
 
 def learnt_from(data: DataOrigin) -> str:
     """How much was supervised, and whether the answers are the verifier's (near 1) or foreign."""
-    tokens = "not recorded" if data.supervised_tokens is None else f"{data.supervised_tokens:,}"
-    share = data.verifier_agreement
-    agreed = "not recorded" if share is None else f"{share:.1%}"
-    return f"Supervised tokens: {tokens}; of these the verifier's own top choice: {agreed}."
+    tokens, share = data.supervised_tokens, data.verifier_agreement
+    many = "not recorded" if tokens is None else tokens
+    agreed = "not recorded" if share is None else shown(share)
+    return f"Supervised tokens: {many}; share that is the verifier's own top choice: {agreed}."
 
 
 def differing(report: EvalReport) -> str:
