@@ -145,12 +145,14 @@ def test_thoughts_before_a_call_are_supervised_where_they_are_shown(with_templat
 
 def test_thinking_off_and_a_later_question(with_template):
     more = (Turn("user", "Sure?"), Turn("assistant", "I am."))
-    text = marked(with_tool(more=more), with_template(HERMES), enable_thinking=False)
-    first, second, third = supervised(text)
-    assert first.startswith("<tool_call>\n")
-    assert first.endswith("</tool_call><|im_end|>")
-    assert [second, third] == ["Yes.<|im_end|>", "I am.<|im_end|>"]
-    assert "assistant\n<think>\n\n</think>\n\n⟦I am." in text
+    for reasoning in ("", "look"):  # given in the data, and not shown
+        talk = with_tool(reasoning=reasoning, more=more)
+        text = marked(talk, with_template(HERMES), enable_thinking=False)
+        first, second, third = supervised(text)
+        assert first.startswith("<tool_call>\n")
+        assert first.endswith("</tool_call><|im_end|>")
+        assert [second, third] == ["Yes.<|im_end|>", "I am.<|im_end|>"]
+        assert "assistant\n<think>\n\n</think>\n\n⟦I am." in text
 
 
 def test_text_beside_a_call(with_template):
