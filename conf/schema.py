@@ -170,6 +170,13 @@ class CaptureSection:
     missing: MissingStates = MissingStates.refuse  # of dumped: samples without a file
     vllm_python: str | None = None  # of vllm: the Python that has it; null: the one that runs this
     vllm_args: dict[str, Any] = field(default_factory=dict)  # of vllm: more arguments for its LLM
+    min_agreement: float = 0.15  # no training below this share of top-1 choices; 0: train anyway
+
+
+@dataclass
+class PreviewSection:
+    samples: int = 200  # on the page that data.preview writes
+    page: str | None = None  # its file; null: preview.html beside the prepared samples
 
 
 @dataclass
@@ -253,6 +260,7 @@ class RunConfig:
     draft: DraftSection = field(default_factory=DraftSection)
     data: DataSection = field(default_factory=DataSection)
     regenerate: RegenerateSection = field(default_factory=RegenerateSection)
+    preview: PreviewSection = field(default_factory=PreviewSection)
     capture: CaptureSection = field(default_factory=CaptureSection)
     ttt: TTTSection = field(default_factory=TTTSection)
     loss: LossSection = field(default_factory=LossSection)

@@ -7,13 +7,14 @@ from conf.runtime import plain, run_dir
 from conf.schema import ConfigError, RunConfig
 
 SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engine")
-# Knobs of those sections that a rerun may change: how fast, not what.
+# Knobs of those sections that a rerun may change: how fast and whether, not what.
 FREE = (
     "verifier.attention",
     "capture.tensor_parallel",
     "capture.chunk_tokens",
     "capture.vllm_python",
     "capture.mode",
+    "capture.min_agreement",
     "engine.attention",
     "engine.compile",
     "engine.recompute",

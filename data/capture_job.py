@@ -16,7 +16,7 @@ from data.manifest import FORMAT_VERSION, Manifest, manifest_file, open_manifest
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.shard_file import is_whole
-from data.spans import RowSizes, ShardSpan, plan_spans
+from data.shard_plan import RowSizes, ShardSpan, plan_spans
 from models.bundled import resolve
 from models.verifier import VerifierFacts, load_facts, load_tokenizer, weights_fingerprint
 

@@ -19,7 +19,8 @@ from data.dialects import RowRefused
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.sources import FileDigest, RowLog, Source, digest, find_files, read_conversations
-from data.template import TEMPLATE_REASONS, encode
+from data.spans import TEMPLATE_REASONS
+from data.template import encode
 from models.verifier import load_facts, load_tokenizer
 
 CUT_SHORT = "longer than data.max_length: cut there"
@@ -124,9 +125,8 @@ def tokenise(inputs: Inputs, log: RowLog) -> Corpus:
     conversations = read_conversations(inputs.files, log, section.max_samples)
     for conversation in progress(conversations, rows, "prepare", "row"):
         try:
-            tokens, mask = encode(
-                conversation, inputs.tokenizer, section.template_kwargs, section.last_turn_only
-            )
+            encoded = encode(conversation, inputs.template, section.last_turn_only)
+            tokens, mask = encoded.input_ids, encoded.loss_mask
             if not any(mask[: section.max_length]):
                 raise RowRefused(BEYOND)
         except RowRefused as refusal:

@@ -14,8 +14,8 @@ from conf.runtime import sync_folder
 from conf.schema import ConfigError
 from data.chains import asking_rows
 from data.manifest import ShardEntry, shard_folder
+from data.shard_plan import ShardSpan
 from data.shards import INDEX, HiddenStateShard, raw
-from data.spans import ShardSpan
 from models.bundled import sha256_of
 
 CODES = {

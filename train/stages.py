@@ -23,7 +23,9 @@ from conf.settings import refuse_other_settings
 from data.capture import capture
 from data.capture_job import manifest_of
 from data.distributed import barrier, pick_device, setup, shutdown, use_threads
+from data.manifest import read_manifest
 from data.online import OnlineStates
+from data.origin import agreement_of, data_facts, require_agreement
 from data.prepare import find_prepared, prepare
 from data.reader import ShardReader
 from data.records import PreparedData
@@ -31,7 +33,6 @@ from data.sources import digest
 from eval.main import choose_prompts, evaluate
 from models.bundled import resolve
 from models.draft_file import CONFIG
-from models.export.card import DataFacts
 from models.export.vllm import export_run
 from models.token_strings import save_tokens
 from models.verifier import load_facts, load_tokenizer, weights_fingerprint
@@ -66,6 +67,8 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
         if trained:
             say(f"train: {folder / 'best'} is there and fits; skipped")
         else:
+            if cached is not None:
+                require_agreement(cfg, agreement_of(read_manifest(cached)))
             if ranks.is_main:
                 save_tokens(folder / "best", load_tokenizer(cfg.verifier, cache_dir(cfg)))
             if train_on(cfg, prepared, cached, ranks) is None:
@@ -134,12 +137,7 @@ def export_once(
     if done.has("export", mark, *folders):
         say(f"export: {', '.join(map(str, folders))} is there and fits; skipped")
         return
-    made_from = DataFacts(
-        origin=", ".join(cfg.data.path),
-        samples=sum(not sample.held_out for sample in prepared.samples),
-        tokens=int(prepared.token_counts.sum()),
-    )
-    export_run(cfg, folder, made_from)
+    export_run(cfg, folder, data_facts(cfg, prepared))
     done.add("export", mark, ranks)
 
 

@@ -33,8 +33,8 @@ from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
 from data.reader import ShardReader  # noqa: E402
 from data.records import TokenizedSample  # noqa: E402
 from data.shard_file import describe, write_shard  # noqa: E402
+from data.shard_plan import RowSizes, plan_spans  # noqa: E402
 from data.shards import HiddenStateShard, SampleStates  # noqa: E402
-from data.spans import RowSizes, plan_spans  # noqa: E402
 
 BAR = 0.8  # of cat's bytes a second
 LAYERS = 3

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
-from conf.schema import RunConfig
+from conf.schema import RunConfig, VerifierSection
 from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
 from data.records import PreparedData, Skipped, TokenizedSample
 from data.shard_file import describe, write_shard
+from data.shard_plan import RowSizes, plan_spans
 from data.shards import HiddenStateShard, SampleStates
-from data.spans import RowSizes, plan_spans
+from models.verifier import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+SPECIAL = ["<s>", "</s>", "<|end|>", "<|return|>", "<|eot|>", "<|user|>", "<|call|>", "<|start|>"]
 LENGTHS = [5, 9, 33, 12, 7, 64, 21, 18, 40, 11, 6, 27, 50, 14, 8, 30, 19, 23, 10, 16]
 
 
@@ -111,3 +115,19 @@ def random_states(index: int, sample: TokenizedSample) -> SampleStates:
     last = torch.randn(asking, 8, generator=generator).bfloat16()
     argmax = torch.randint(128, (asking,), generator=generator)
     return SampleStates(aux, last, argmax, torch.rand(asking, generator=generator))
+
+
+@pytest.fixture
+def with_template(
+    tiny_verifier: Path, tmp_path: Path
+) -> Callable[[str | None], PreTrainedTokenizerFast]:
+    """The tiny tokenizer with some special tokens more and another chat template."""
+
+    def make(template: str | None) -> PreTrainedTokenizerFast:
+        tokenizer = load_tokenizer(VerifierSection(path=str(tiny_verifier)), tmp_path)
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        tokenizer.add_tokens([AddedToken(word, special=True) for word in SPECIAL])
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make

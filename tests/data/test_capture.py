@@ -289,7 +289,7 @@ def test_a_missing_shard_is_made_again_with_the_same_bytes(cfg, prepared, capsys
 def test_a_rerun_with_other_shard_sizes_leaves_no_stray_shard(cfg, prepared, monkeypatch):
     folder = capture(cfg, prepared, ALONE)
     (folder / "manifest.json").unlink()
-    monkeypatch.setattr("data.spans.MIN_SHARDS", 3)
+    monkeypatch.setattr("data.shard_plan.MIN_SHARDS", 3)
     capture(cfg, prepared, ALONE)
     assert set(bytes_of(folder)) == {entry.name for entry in read_manifest(folder).shards}
     assert len(ShardReader(folder)) == len(prepared.samples)

@@ -16,8 +16,8 @@ from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
 from data.records import TokenizedSample
 from data.shard_file import describe, is_whole
+from data.shard_plan import RowSizes, ShardSpan, plan_spans
 from data.shards import HiddenStateShard, SampleStates
-from data.spans import RowSizes, ShardSpan, plan_spans
 
 
 @pytest.fixture

@@ -1,0 +1,64 @@
+"""The plan of the shards: how prepared samples are dealt to them, and what each will weigh."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.fp8 import FP8
+
+TOKEN_BYTES = 5  # of a token, states apart: id 4, mask 1
+ASKING_BYTES = 8  # of a row that asks, its state apart: argmax 4, lse 4
+SAMPLE_BYTES = 34  # of a sample: two offsets, index and digest of 8 bytes, two flags
+SCALE_BYTES = 4  # of a state in fp8
+MIN_SHARDS = 16  # of a cache that would fit fewer
+
+
+@dataclass(frozen=True)
+class ShardSpan:
+    """Which samples a shard holds: a run of the prepared order."""
+
+    number: int
+    first: int
+    count: int
+    tokens: int
+    bytes: int  # of its tensors
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """Bytes of a token and, on top, of a row that asks."""
+
+    token: int
+    asking: int
+
+    @classmethod
+    def of(cls, hidden_size: int, aux_layers: int, dtype: torch.dtype) -> "RowSizes":
+        state = hidden_size * dtype.itemsize + (SCALE_BYTES if dtype == FP8 else 0)
+        return cls(TOKEN_BYTES + aux_layers * state, ASKING_BYTES + state)
+
+
+def plan_spans(lengths: Tensor, asking: Tensor, sizes: RowSizes, limit: int) -> list[ShardSpan]:
+    """Cut the samples, in order, into shards of at most ``limit`` bytes (one sample at least).
+
+    lengths, asking [S]: tokens of each sample, and how many of its rows ask. A small cache is cut
+    finer, so that several processes have work and a rerun keeps most of it. How many processes
+    there are has no say: a rerun with more or fewer of them finds its shards.
+    """
+    needs = (lengths * sizes.token + asking * sizes.asking + SAMPLE_BYTES).tolist()
+    tokens = lengths.cumsum(0).tolist()
+    limit = min(limit, -(-sum(needs) // MIN_SHARDS))
+    spans: list[ShardSpan] = []
+    first, size = 0, 0
+    for index, need in enumerate([*needs, limit + 1]):  # the last one closes the last shard
+        if index > first and size + need > limit:
+            before = tokens[first - 1] if first else 0
+            count = tokens[index - 1] - before
+            spans.append(ShardSpan(len(spans), first, index - first, count, size))
+            first, size = index, 0
+        size += need
+    return spans
