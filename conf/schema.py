@@ -116,6 +116,7 @@ class DataSection:
     max_samples: int | None = None  # read at most so many conversations
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
     last_turn_only: bool = False  # supervise the last answer of a conversation alone
+    drop_cut: bool = False  # leave out rows whose answer was cut by a length limit
 
 
 @dataclass

@@ -16,6 +16,7 @@ from conf.runtime import cache_dir, fingerprint, progress, say
 from conf.schema import ConfigError, DataSection, RunConfig
 from data.corpus import FORMAT, Corpus, Provenance, load_prepared, read_facts, write
 from data.dialects import RowRefused
+from data.generated import REWRITTEN, is_rewritten
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.sources import FileDigest, RowLog, digest, find_files, read_conversations
@@ -23,6 +24,7 @@ from data.template import TEMPLATE_REASONS, encode
 from models.verifier import load_facts, load_tokenizer
 
 CUT_SHORT = "longer than data.max_length: cut there"
+CUT_ANSWER = "answer cut by its length limit (data.drop_cut)"
 BEYOND = "no answer within data.max_length"
 ANSWER_NUMBER = re.compile(r"#\d+$")  # data.regenerate numbers the answers of one prompt
 
@@ -127,11 +129,15 @@ def tokenise(inputs: Inputs, log: RowLog) -> Corpus:
             tokens, mask = encode(
                 conversation, inputs.tokenizer, section.template_kwargs, section.last_turn_only
             )
+            if section.drop_cut and conversation.cut:
+                raise RowRefused(CUT_ANSWER)
             if not any(mask[: section.max_length]):
                 raise RowRefused(BEYOND)
         except RowRefused as refusal:
             log.withdraw(refusal, conversation.id)
             continue
+        if not section.last_turn_only and is_rewritten(conversation, mask):
+            log.change(REWRITTEN)
         if len(tokens) > section.max_length:
             log.change(CUT_SHORT)
         if max(tokens) >= inputs.vocab_size:

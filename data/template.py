@@ -16,7 +16,7 @@ its own BOS, as it does when the verifier is served.
 """
 
 from bisect import bisect_left, bisect_right
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -25,6 +25,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.runtime import say
 from data.dialects import NO_ANSWER, RowRefused
+from data.generated import encode_generated
 from data.records import Conversation, Turn
 from data.render import REFUSED, ChatTemplate, Span, Turns
 
@@ -33,7 +34,6 @@ TAIL = 32  # characters at the end of an answer that its marked span must contai
 UNSTABLE = "the template writes other text around other answers"
 LEFT_OUT = "the template leaves out an answer"
 NOTHING = "no supervised token"
-FOREIGN = "answer_ids do not spell the answer"
 TEMPLATE_REASONS = {UNSTABLE, LEFT_OUT, NOTHING, REFUSED}
 
 
@@ -51,7 +51,8 @@ def encode(
     if not turns or turns[-1].role != "assistant":
         raise RowRefused(NO_ANSWER)
     if conversation.answer_ids:
-        return encode_generated(conversation, tokenizer, template_kwargs)
+        prompt_of = partial(encode_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+        return encode_generated(conversation, tokenizer, prompt_of, last_turn_only)
     text, spans = mark_answers(turns, conversation.cut, ChatTemplate(tokenizer, template_kwargs))
     encoded = tokenizer(
         text,
@@ -70,24 +71,6 @@ def encode(
     if True not in mask:
         raise RowRefused(NOTHING)
     return encoded["input_ids"], mask
-
-
-def encode_generated(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
-) -> tuple[list[int], list[bool]]:
-    """The prompt's ids, then ``answer_ids``: token for token what the verifier read and wrote.
-
-    The answer alone is supervised; those before it in the prompt are not known to be the
-    verifier's. The ids are checked to spell the row's text, so that another verifier's are found.
-    """
-    answer = list(conversation.answer_ids[-1])
-    if max(answer) >= len(tokenizer):
-        raise RowRefused(FOREIGN)
-    spelt = tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    if str(spelt).strip() != conversation.turns[-1].content.strip():
-        raise RowRefused(FOREIGN)
-    prompt = encode_prompt(conversation.turns[:-1], tokenizer, template_kwargs)
-    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 def encode_prompt(
