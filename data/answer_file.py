@@ -22,14 +22,25 @@ class AnswerRow:
     id: str  # "<prompt id>#<number of the answer>", 0 is the greedy one
     task: str
     conversations: list[Turn]
-    answer_ids: list[int]  # tokens of the last answer, the end token included unless cut
+    answer_ids: list[list[int]]  # of the last answers, end tokens included unless cut
     greedy: bool
     cut: bool  # the last answer reached the length limit
     temperature: float
     seed: int
 
     def to_line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        """Answer ids are a list an answer, or the ids alone where there is only one answer."""
+        answers = sum(turn.role == "assistant" for turn in self.conversations)
+        row = asdict(self) | {"conversations": [plain_turn(turn) for turn in self.conversations]}
+        if answers == 1:
+            row["answer_ids"] = [token for ids in self.answer_ids for token in ids]
+        return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def plain_turn(turn: Turn) -> dict[str, str]:
+    """Role and text; thoughts beside them where a server keeps them apart."""
+    thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return {"role": turn.role, "content": turn.content, **thoughts}
 
 
 class AnswerFile:
@@ -74,8 +85,7 @@ class AnswerFile:
 
     def start(self) -> set[str]:
         """Note the settings; ids of the answers an earlier run has left. A torn line is dropped."""
-        content = {"fingerprint": fingerprint(self.settings), "settings": self.settings}
-        write_atomically(self.meta, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        self._note()
         if not self.partial.exists():
             return set()
         with self.partial.open("r+b") as file:
@@ -85,7 +95,9 @@ class AnswerFile:
         return set(self._lines())
 
     def append(self, rows: list[AnswerRow]) -> None:
-        """Add a batch durably: when this returns, a power cut does not lose it."""
+        """Add rows durably: when this returns, a power cut does not lose them."""
+        if not rows:
+            return
         new = not self.partial.exists()
         with self.partial.open("ab") as file:
             file.write("".join(row.to_line() for row in rows).encode())
@@ -96,11 +108,22 @@ class AnswerFile:
 
     def _lines(self) -> dict[str, str]:
         """Line by id; of an id written twice (a batch done again) the last one counts."""
+        if not self.partial.exists():
+            return {}
         with self.partial.open(encoding="utf-8", newline="\n") as file:
             return {json.loads(line)["id"]: line for line in file}
 
-    def finish(self, order: list[str]) -> None:
-        """Write the result, answers in ``order``, and remove the partial file."""
+    def finish(self, order: list[str], left_out: dict[str, int]) -> None:
+        """Write the result, answers in ``order``, and remove the partial file.
+
+        ``left_out``: how many prompts and answers are missing, by reason; kept with the settings.
+        """
         lines = self._lines()
+        self._note({"left_out": left_out})
         write_atomically(self.path, "".join(lines[name] for name in order))
-        self.partial.unlink()
+        self.partial.unlink(missing_ok=True)
+
+    def _note(self, more: dict[str, Any] | None = None) -> None:
+        content = {"fingerprint": fingerprint(self.settings), "settings": self.settings}
+        text = json.dumps(content | (more or {}), indent=2, ensure_ascii=False)
+        write_atomically(self.meta, text + "\n")

@@ -58,7 +58,9 @@ def supervised(tokenizer, conversation: Conversation, last=False, **kwargs) -> l
     ids, mask = encode(conversation, tokenizer, kwargs, last)
     answers = [i for i, turn in enumerate(conversation.turns) if turn.role == "assistant"]
     prompts = [encode_prompt(conversation.turns[:i], tokenizer, kwargs) for i in answers]
-    known = list(zip(prompts[-len(conversation.answer_ids) :], conversation.answer_ids, strict=True))
+    known = list(
+        zip(prompts[-len(conversation.answer_ids) :], conversation.answer_ids, strict=True)
+    )
     runs: list[str] = []
     covered = 0
     for prompt, answer in known:

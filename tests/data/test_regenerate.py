@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data.regenerate as stage
 from conf.schema import ConfigError, Device, Precision, RunConfig
-from data.regenerate import regenerate, seed_of
+from data.regenerate import regenerate
+from data.talks import seed_of
 from models.verifier import Verifier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,7 +172,7 @@ def test_every_user_turn_is_answered_with_the_own_answers_before_it(cfg: RunConf
     second = [*prompt, *said, {"role": "user", "content": "two\n\nthree"}]
     text, ids = own(second)
     assert talk["conversations"] == [*second, {"role": "assistant", "content": text}]
-    assert talk["answer_ids"] == ids
+    assert talk["answer_ids"] == [own(prompt)[1], ids]
     assert short["id"] == "p0#0" and len(short["conversations"]) == 2
 
 
