@@ -6,6 +6,7 @@ one synced write a batch; ``X.jsonl.meta.json`` says with what settings they are
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def plain_turn(turn: Turn) -> dict[str, str]:
     """Role and text; thoughts beside them where a server keeps them apart."""
     thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
     return {"role": turn.role, "content": turn.content, **thoughts}
+
+
+def setting_of(path: Path, key: str) -> Any:
+    """A setting that the finished file ``path`` was made with; None where nothing says so."""
+    meta = path.with_name(path.name + ".meta.json")
+    if path.exists():
+        with suppress(OSError, json.JSONDecodeError, KeyError, TypeError):
+            return json.loads(meta.read_text())["settings"][key]
+    return None
 
 
 class AnswerFile:

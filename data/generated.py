@@ -53,16 +53,26 @@ def encode_generated(
 
 
 def spells(answer: Sequence[int], turn: Turn, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the ids are those of the turn's text; thoughts kept apart come before it."""
-    if max(answer) >= len(tokenizer):
-        return False
-    text = tokenizer.decode(
-        list(answer), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    """Whether the ids are those of the turn's text; thoughts kept apart come before it.
+
+    The text may lack the last token, which need not be a special one to end an answer.
+    """
+    return max(answer) < len(tokenizer) and any(
+        is_said(
+            str(
+                tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            ).strip(),
+            turn,
+        )
+        for ids in (list(answer), list(answer[:-1]))
     )
-    spelt, content = str(text).strip(), turn.content.strip()
+
+
+def is_said(spelt: str, turn: Turn) -> bool:
+    content = turn.content.strip()
     if turn.reasoning:
-        thought = turn.reasoning.strip()
-        return spelt.endswith(content) and thought in spelt[: len(spelt) - len(content)]
+        before = spelt[: len(spelt) - len(content)]
+        return spelt.endswith(content) and turn.reasoning.strip() in before
     return spelt == content
 
 

@@ -65,8 +65,9 @@ class Regeneration:
         return Request(ids, talk.job.sampling, seed) if ids else None
 
     def _said(self, answer: Answer) -> Said:
+        spoken = answer.ids if answer.cut else answer.ids[:-1]  # an end need not be a special token
         text = self.verifier.tokenizer.decode(
-            answer.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            spoken, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return Said(Turn("assistant", str(text)), answer.ids, answer.cut, len(answer.ids))
 

@@ -8,12 +8,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import islice
+from pathlib import Path
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.runtime import cache_dir, say
 from conf.schema import ConfigError, JobError, RunConfig
-from data.answer_file import AnswerFile
+from data.answer_file import AnswerFile, setting_of
 from data.chat_client import ChatClient, GaveUp, Reply
 from data.dialects import RowRefused
 from data.generated import spells
@@ -25,12 +26,13 @@ SAVE_EVERY = 1.0  # seconds between two synced writes: what a kill may lose
 
 
 def model_of(cfg: RunConfig) -> str:
-    """The name under which the server has the verifier.
+    """The name under which the server has the verifier; it is not asked about a finished file.
 
     Raises ConfigError when it serves several and none is chosen, JobError when it does not answer.
     """
-    if cfg.regenerate.model is not None:
-        return cfg.regenerate.model
+    section = cfg.regenerate
+    if known := section.model or setting_of(Path(section.output), "regenerate.model"):
+        return known
 
     async def ask() -> list[str]:
         async with ChatClient(cfg) as client:
@@ -39,7 +41,7 @@ def model_of(cfg: RunConfig) -> str:
     names = asyncio.run(ask())
     if len(names) != 1:
         raise ConfigError(
-            f"regenerate.model=null: {cfg.regenerate.base_url} serves {len(names)} models "
+            f"regenerate.model=null: {section.base_url} serves {len(names)} models "
             f"({', '.join(names)}); name the verifier's"
         )
     return names[0]
@@ -126,7 +128,8 @@ class Server:
                 return None
             except RowRefused as refusal:
                 talk.ended = refusal.reason
-                self._note_once(refusal.reason, f"{job.id}: {refusal.note}")
+                if refusal.note:
+                    self._note_once(refusal.reason, f"{job.id}: {refusal.note}")
             else:
                 self._compare(prompt, reply, job)
                 talk.hear(self._said(reply))

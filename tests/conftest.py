@@ -98,3 +98,14 @@ def smollm2() -> Path:
         return resolve(SMOLLM2, ROOT / "cache")
     except ConfigError as error:
         pytest.skip(f"the bundled verifier cannot be had: {error}")
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """vLLM's interpreter; skips, with the reason, where there is none."""
+    if reason := os.environ.get("EYRIE_NO_VLLM"):
+        pytest.skip(reason)
+    path = Path(os.environ.get("EYRIE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+    if not path.is_file():
+        pytest.skip(f"no vLLM interpreter at {path}: bash launch/vllm_env.sh makes one")
+    return path

@@ -100,6 +100,7 @@ def spoil(completion: dict, do: str) -> dict:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet: two would wait 40 ms for each other
     state: State
 
     def log_message(self, *_: object) -> None:

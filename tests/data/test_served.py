@@ -268,10 +268,8 @@ def test_keys_and_addresses_that_are_wrong_stop_at_once(cfg: RunConfig, serve, m
     assert len(server.asked()) <= cfg.regenerate.concurrency
     monkeypatch.setenv("EYRIE_TEST_KEY", "right")
     assert len(ask(cfg, server, *MANY)) == len(MANY)
-    cfg.regenerate.model = "tiny"
     lost = Running(server.url.replace("/v1", "/v2/nowhere"))
     ask(cfg, lost, *MANY)  # finished: nobody is asked
-    cfg.regenerate.model = None
     with pytest.raises(JobError, match="answers 404 Not Found: no such path /v2/nowhere/models"):
         ask(cfg, lost, "x", output="other.jsonl")
 

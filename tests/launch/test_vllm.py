@@ -5,7 +5,6 @@ new to the head. vLLM computes on one core while the head is trained on another.
 """
 
 import json
-import os
 import subprocess
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -76,17 +75,6 @@ class Served:
 
     def states(self, run: str) -> dict[str, Tensor]:
         return load_file(self.folder / f"{run}.safetensors")
-
-
-@pytest.fixture(scope="module")
-def vllm_python() -> Path:
-    """vLLM's interpreter; skips, with the reason, where there is none."""
-    if reason := os.environ.get("EYRIE_NO_VLLM"):
-        pytest.skip(reason)
-    path = Path(os.environ.get("EYRIE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
-    if not path.is_file():
-        pytest.skip(f"no vLLM interpreter at {path}: bash launch/vllm_env.sh makes one")
-    return path
 
 
 @pytest.fixture(scope="module", params=HEADS)
