@@ -53,6 +53,20 @@ def setting_of(path: Path, key: str) -> Any:
     return None
 
 
+def refuse_other_arguments(files: list[Path], template_kwargs: dict[str, Any]) -> None:
+    """Training must render what the verifier read. Raises ConfigError for answers made otherwise.
+
+    Known of a file as long as its .meta.json lies beside it.
+    """
+    for file in files:
+        made_with = setting_of(file, "data.template_kwargs")
+        if made_with is not None and made_with != template_kwargs:
+            raise ConfigError(
+                f"data.template_kwargs={json.dumps(template_kwargs)}: the answers in {file} were "
+                f"made with {json.dumps(made_with)}; set data.template_kwargs to that"
+            )
+
+
 class AnswerFile:
     """``path`` and its two companions. Opening refuses files made with other settings."""
 

@@ -53,26 +53,21 @@ def encode_generated(
 
 
 def spells(answer: Sequence[int], turn: Turn, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the ids are those of the turn's text; thoughts kept apart come before it.
-
-    The text may lack the last token, which need not be a special one to end an answer.
-    """
-    return max(answer) < len(tokenizer) and any(
-        is_said(
-            str(
-                tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            ).strip(),
-            turn,
-        )
-        for ids in (list(answer), list(answer[:-1]))
+    """Whether the ids are the turn's: its text, and what ended it if it was not cut."""
+    return max(answer) < len(tokenizer) and (
+        is_text(answer[:-1], turn, tokenizer) or is_text(answer, turn, tokenizer)
     )
 
 
-def is_said(spelt: str, turn: Turn) -> bool:
+def is_text(ids: Sequence[int], turn: Turn, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the ids decode to the turn's text; thoughts kept apart come before it."""
+    spelt = str(
+        tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    ).strip()
     content = turn.content.strip()
     if turn.reasoning:
-        before = spelt[: len(spelt) - len(content)]
-        return spelt.endswith(content) and turn.reasoning.strip() in before
+        thoughts = spelt[: len(spelt) - len(content)]
+        return spelt.endswith(content) and turn.reasoning.strip() in thoughts
     return spelt == content
 
 

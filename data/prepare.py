@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from conf.compose import entry
 from conf.runtime import cache_dir, fingerprint, progress, say
 from conf.schema import ConfigError, DataSection, RunConfig
+from data.answer_file import refuse_other_arguments
 from data.corpus import FORMAT, Corpus, Provenance, load_prepared, read_facts, write
 from data.dialects import RowRefused
 from data.generated import REWRITTEN, is_rewritten
@@ -102,6 +103,7 @@ def folder_of(cfg: RunConfig, made_with: Provenance) -> Path:
 
 def gather(cfg: RunConfig) -> Inputs:
     files = find_files(cfg.data.path)
+    refuse_other_arguments(files, dict(cfg.data.template_kwargs))
     cache = cache_dir(cfg)
     tokenizer = load_tokenizer(cfg.verifier, cache)
     return Inputs(

@@ -17,7 +17,7 @@ from conf.schema import ConfigError, JobError, RunConfig
 from data.answer_file import AnswerFile, setting_of
 from data.chat_client import ChatClient, GaveUp, Reply
 from data.dialects import RowRefused
-from data.generated import spells
+from data.generated import is_text
 from data.records import Turn
 from data.talks import Job, Said, Talk, next_prompt, room_of, seed_of
 from models.verifier import load_facts
@@ -136,10 +136,13 @@ class Server:
         return talk
 
     def _said(self, reply: Reply) -> Said:
+        """An answer that was not cut must end with a token that is no part of its text."""
         turn = Turn("assistant", reply.content, reasoning=reply.reasoning)
         ids = reply.ids
-        if ids and not spells(ids, turn, self.tokenizer):
-            self._note_once("ids", "the server's token ids do not spell its text; the text is kept")
+        if ids and not is_text(ids if reply.cut else ids[:-1], turn, self.tokenizer):
+            self._note_once(
+                "ids", "the server's token ids do not spell its text and its end; the text is kept"
+            )
             ids = []
         return Said(turn, ids, reply.cut, reply.tokens)
 

@@ -89,6 +89,8 @@ def spoil(completion: dict, do: str) -> dict:
         choice["token_ids"] = [*spelt("<think>deep</think>"), *choice["token_ids"]]
     elif do == "other ids":
         choice["token_ids"] = [END]
+    elif do == "no end":
+        choice["token_ids"].pop()
     elif do == "other prompt":
         completion["prompt_token_ids"][2] += 1
     elif do == "long prompt":

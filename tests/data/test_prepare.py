@@ -233,6 +233,18 @@ def test_answers_that_a_template_does_not_show_again_are_counted(cfg):
     }
 
 
+def test_answers_made_with_other_template_arguments_are_refused(cfg):
+    save(cfg, rows(4))
+    meta = Path(cfg.data.path[0] + ".meta.json")
+    meta.write_text(json.dumps({"settings": {"data.template_kwargs": {"enable_thinking": False}}}))
+    with pytest.raises(ConfigError) as error:
+        prepare(cfg)
+    assert str(error.value).startswith("data.template_kwargs={}: the answers in ")
+    assert 'made with {"enable_thinking": false}; set' in str(error.value)
+    cfg.data.template_kwargs = {"enable_thinking": False}
+    prepare(cfg)
+
+
 def test_max_samples(cfg):
     save(cfg, ["{broken", *rows(9)])
     cfg.data.max_samples = 4

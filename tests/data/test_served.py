@@ -291,17 +291,16 @@ def test_which_model(cfg: RunConfig, serve):
         ask(cfg, moved, "x")
 
 
-def test_ids_are_kept_only_if_they_spell_the_text(cfg: RunConfig, serve, capsys):
+def test_ids_are_kept_only_if_they_spell_the_text_and_its_end(cfg: RunConfig, serve, capsys):
     cfg.regenerate.max_new_tokens = 100
-    faults = [{"match": "odd", "do": "other ids"}, {"match": "deep", "do": "thoughts"}]
-    good, odd, odder, deep = ask(cfg, serve(faults=faults), "good", "odd", "odder", "deep")
-    assert good["answer_ids"] and odd["answer_ids"] == odder["answer_ids"] == []
+    faults = [{"match": "odd", "do": "other ids"}, {"match": "open", "do": "no end"}]
+    faults.append({"match": "deep", "do": "thoughts"})
+    good, odd, unended, deep = ask(cfg, serve(faults=faults), "good", "odd", "open", "deep")
+    assert good["answer_ids"] and odd["answer_ids"] == unended["answer_ids"] == []
     assert capsys.readouterr().out.count("do not spell its text") == 1
-    assert deep["conversations"][1]["reasoning_content"] == "deep"
-    assert (
-        len(deep["answer_ids"])
-        == len("<think>deep</think>" + deep["conversations"][1]["content"]) + 1
-    )
+    answer = deep["conversations"][1]
+    assert answer["reasoning_content"] == "deep"
+    assert len(deep["answer_ids"]) == len("<think>deep</think>" + answer["content"]) + 1
 
 
 def test_a_server_that_reads_another_prompt(cfg: RunConfig, serve, capsys):
