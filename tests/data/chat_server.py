@@ -84,6 +84,9 @@ def spoil(completion: dict, do: str) -> dict:
         choice["message"] |= {"content": None, "tool_calls": [call]}
     elif do == "empty":
         choice["message"]["content"] = " \n"
+    elif do == "cut in thoughts":
+        choice |= {"finish_reason": "length"}
+        choice["message"] |= {"content": None, "reasoning": "let me see"}
     elif do == "thoughts":
         choice["message"]["reasoning"] = "deep"
         choice["token_ids"] = [*spelt("<think>deep</think>"), *choice["token_ids"]]

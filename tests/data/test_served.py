@@ -230,16 +230,17 @@ def test_one_request_that_keeps_failing_stops_no_other(cfg: RunConfig, serve):
 def test_a_prompt_that_the_server_refuses_is_left_out(cfg: RunConfig, serve, capsys):
     faults = [{"match": "bad", "do": 400}, {"match": "tool", "do": "tool"}]
     faults += [{"match": "void", "do": "empty"}, {"match": "vile", "do": "content_filter"}]
+    faults.append({"match": "hard", "do": "cut in thoughts"})  # unfinished thoughts are no answer
     turns = [{"role": "user", "content": "good"}, {"role": "assistant", "content": "x"}]
     talk = {"id": "talk", "messages": [*turns, {"role": "user", "content": "bad"}]}
     cfg.regenerate.max_new_tokens = 100
-    rows = ask(cfg, serve(faults=faults), "bad", "good", "tool", "void", "vile", talk)
+    rows = ask(cfg, serve(faults=faults), "bad", "good", "tool", "void", "hard", "vile", talk)
     assert [row["id"] for row in rows] == ["good#0", "talk#0"]
     assert len(rows[1]["conversations"]) == 2
     assert left_out(cfg) == {
         "refused by the server with status 400": 1,
         "a tool call in place of an answer": 1,
-        "an answer without text": 1,
+        "an answer without text": 2,
         "answer ended by the server: finish_reason content_filter": 1,
     }
     said = capsys.readouterr().out
