@@ -8,7 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conf.schema import HUB, Attention, CaptureMode, ConfigError, RunConfig, Stage, StateBackend
+from conf.schema import (
+    HUB,
+    AnswerBackend,
+    Attention,
+    CaptureMode,
+    ConfigError,
+    RunConfig,
+    Stage,
+    StateBackend,
+)
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -29,7 +38,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
 
     ``running``: the stages whose input files must be there.
     """
-    for rules in (positive_numbers, shares, choices, combinations):
+    for rules in (positive_numbers, shares, choices, combinations, answers):
         for message in rules(cfg):
             raise ConfigError(message)
     for rules in (flash_for_capture_alone, places, state_backends):
@@ -46,6 +55,8 @@ AT_LEAST_ONE = {  # knob: a value that works
     "data.max_samples": "null",
     "regenerate.max_new_tokens": "512",
     "regenerate.batch_size": "64",
+    "regenerate.concurrency": "64",
+    "regenerate.breaker": "5",
     "preview.samples": "200",
     "capture.batch_tokens": "4096",
     "capture.shard_mib": "1024",
@@ -70,6 +81,7 @@ ABOVE_ZERO = {
     "optim.eps": "1e-8",
     "optim.clip": "0.5",
     "optim.epochs": "2",
+    "regenerate.timeout": "600",
     "capture.tolerance": "null",
 }
 
@@ -154,10 +166,20 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
             "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "
             "set one of them to false"
         )
-    if cfg.regenerate.samples < 0:
-        yield f"regenerate.samples={cfg.regenerate.samples}: must not be negative; try 0"
     if cfg.log.breakdown < 0:
         yield f"log.breakdown={cfg.log.breakdown}: must not be negative; try log.breakdown=10"
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if Stage.train in cfg.stages and cfg.optim.packs_per_step < world:
+        yield (
+            f"optim.packs_per_step={cfg.optim.packs_per_step}: smaller than the {world} ranks, "
+            f"some would idle; try optim.packs_per_step={world}"
+        )
+
+
+def answers(cfg: RunConfig) -> Iterator[str]:
+    """Rules on data.regenerate."""
+    if cfg.regenerate.samples < 0:
+        yield f"regenerate.samples={cfg.regenerate.samples}: must not be negative; try 0"
     if cfg.regenerate.samples and cfg.regenerate.temperature == 0:
         yield (
             "regenerate.temperature=0: samples at temperature 0 are copies of the greedy answer; "
@@ -168,11 +190,26 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
             f"regenerate.samples={cfg.regenerate.samples}: with regenerate.greedy=false no answer "
             "is left to make; try regenerate.samples=1"
         )
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if Stage.train in cfg.stages and cfg.optim.packs_per_step < world:
+    section = cfg.regenerate
+    if section.retries < 0:
+        yield f"regenerate.retries={section.retries}: must not be negative; try 5"
+    if section.backend is AnswerBackend.builtin:
+        for knob in ("base_url", "model", "api_key_env"):
+            if value := getattr(section, knob):
+                yield (
+                    f"regenerate.{knob}={value}: is about a server, and regenerate.backend=builtin "
+                    "asks none; set regenerate.backend=openai, or leave it out"
+                )
+        return
+    if not re.match(r"https?://[^/\s]", section.base_url or ""):
         yield (
-            f"optim.packs_per_step={cfg.optim.packs_per_step}: smaller than the {world} ranks, "
-            f"some would idle; try optim.packs_per_step={world}"
+            f"regenerate.base_url={section.base_url or ''}: regenerate.backend=openai needs the "
+            "address of a server; give one, as http://localhost:8000/v1"
+        )
+    if section.api_key_env is not None and not os.environ.get(section.api_key_env):
+        yield (
+            f"regenerate.api_key_env={section.api_key_env}: no such environment variable, or it is "
+            "empty; export the key under that name, or set regenerate.api_key_env=null"
         )
 
 

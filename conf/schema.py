@@ -64,6 +64,11 @@ class MissingStates(Enum):
     compute = "compute"  # let the verifier compute them, one layer in memory at a time
 
 
+class AnswerBackend(Enum):
+    builtin = "builtin"  # the verifier runs in this process
+    openai = "openai"  # a server that speaks OpenAI's protocol answers: vLLM, SGLang
+
+
 class DraftAttentionKind(Enum):
     auto = "auto"  # the fastest that runs on the machine
     flash_attn = "flash_attn"  # needs flash-attn and CUDA
@@ -140,6 +145,7 @@ class DataSection:
     max_samples: int | None = None  # read at most so many conversations
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
     last_turn_only: bool = False  # supervise the last answer of a conversation alone
+    drop_cut: bool = False  # leave out rows whose answer was cut by a length limit
 
 
 @dataclass
@@ -147,11 +153,19 @@ class RegenerateSection:
     prompts: list[str] = field(default_factory=list)  # files whose user turns are answered
     output: str = "answers.jsonl"  # written in prompt order; a rerun continues it
     max_new_tokens: int = 512  # limit of one answer; a cut answer is marked
-    batch_size: int = 64  # answers generated side by side
     greedy: bool = True  # one greedy answer a prompt
     samples: int = 0  # sampled answers a prompt, besides
     temperature: float = 0.7  # of the sampled answers
     top_p: float = 0.95  # of the sampled answers
+    backend: AnswerBackend = AnswerBackend.builtin
+    batch_size: int = 64  # builtin: answers generated side by side
+    base_url: str | None = None  # openai: the server, as http://localhost:8000/v1
+    model: str | None = None  # openai: the verifier's name there; null: the only one it serves
+    api_key_env: str | None = None  # openai: environment variable that holds the key
+    concurrency: int = 64  # openai: requests under way at once
+    retries: int = 5  # openai: more tries of a request that failed for no fault of its own
+    timeout: float = 600.0  # openai: seconds until an answer must be there
+    breaker: int = 5  # openai: requests that fail one after the other, tries and all, end the job
 
 
 @dataclass

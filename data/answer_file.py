@@ -6,6 +6,7 @@ one synced write a batch; ``X.jsonl.meta.json`` says with what settings they are
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,48 @@ class AnswerRow:
     id: str  # "<prompt id>#<number of the answer>", 0 is the greedy one
     task: str
     conversations: list[Turn]
-    answer_ids: list[int]  # tokens of the last answer, the end token included unless cut
+    answer_ids: list[list[int]]  # of the last answers, end tokens included unless cut
     greedy: bool
     cut: bool  # the last answer reached the length limit
     temperature: float
     seed: int
 
     def to_line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        """Answer ids are a list an answer, or the ids alone where there is only one answer."""
+        answers = sum(turn.role == "assistant" for turn in self.conversations)
+        row = asdict(self) | {"conversations": [plain_turn(turn) for turn in self.conversations]}
+        if answers == 1:
+            row["answer_ids"] = [token for ids in self.answer_ids for token in ids]
+        return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def plain_turn(turn: Turn) -> dict[str, str]:
+    """Role and text; thoughts beside them where a server keeps them apart."""
+    thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return {"role": turn.role, "content": turn.content, **thoughts}
+
+
+def setting_of(path: Path, key: str) -> Any:
+    """A setting that the finished file ``path`` was made with; None where nothing says so."""
+    meta = path.with_name(path.name + ".meta.json")
+    if path.exists():
+        with suppress(OSError, json.JSONDecodeError, KeyError, TypeError):
+            return json.loads(meta.read_text())["settings"][key]
+    return None
+
+
+def refuse_other_arguments(files: list[Path], template_kwargs: dict[str, Any]) -> None:
+    """Training must render what the verifier read. Raises ConfigError for answers made otherwise.
+
+    Known of a file as long as its .meta.json lies beside it.
+    """
+    for file in files:
+        made_with = setting_of(file, "data.template_kwargs")
+        if made_with is not None and made_with != template_kwargs:
+            raise ConfigError(
+                f"data.template_kwargs={json.dumps(template_kwargs)}: the answers in {file} were "
+                f"made with {json.dumps(made_with)}; set data.template_kwargs to that"
+            )
 
 
 class AnswerFile:
@@ -74,8 +109,7 @@ class AnswerFile:
 
     def start(self) -> set[str]:
         """Note the settings; ids of the answers an earlier run has left. A torn line is dropped."""
-        content = {"fingerprint": fingerprint(self.settings), "settings": self.settings}
-        write_atomically(self.meta, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        self._note()
         if not self.partial.exists():
             return set()
         with self.partial.open("r+b") as file:
@@ -85,7 +119,9 @@ class AnswerFile:
         return set(self._lines())
 
     def append(self, rows: list[AnswerRow]) -> None:
-        """Add a batch durably: when this returns, a power cut does not lose it."""
+        """Add rows durably: when this returns, a power cut does not lose them."""
+        if not rows:
+            return
         new = not self.partial.exists()
         with self.partial.open("ab") as file:
             file.write("".join(row.to_line() for row in rows).encode())
@@ -96,11 +132,22 @@ class AnswerFile:
 
     def _lines(self) -> dict[str, str]:
         """Line by id; of an id written twice (a batch done again) the last one counts."""
+        if not self.partial.exists():
+            return {}
         with self.partial.open(encoding="utf-8", newline="\n") as file:
             return {json.loads(line)["id"]: line for line in file}
 
-    def finish(self, order: list[str]) -> None:
-        """Write the result, answers in ``order``, and remove the partial file."""
+    def finish(self, order: list[str], left_out: dict[str, int]) -> None:
+        """Write the result, answers in ``order``, and remove the partial file.
+
+        ``left_out``: how many prompts and answers are missing, by reason; kept with the settings.
+        """
         lines = self._lines()
+        self._note({"left_out": left_out})
         write_atomically(self.path, "".join(lines[name] for name in order))
-        self.partial.unlink()
+        self.partial.unlink(missing_ok=True)
+
+    def _note(self, more: dict[str, Any] | None = None) -> None:
+        content = {"fingerprint": fingerprint(self.settings), "settings": self.settings}
+        text = json.dumps(content | (more or {}), indent=2, ensure_ascii=False)
+        write_atomically(self.meta, text + "\n")

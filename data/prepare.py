@@ -14,8 +14,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from conf.compose import entry
 from conf.runtime import cache_dir, fingerprint, progress, say
 from conf.schema import ConfigError, DataSection, RunConfig
+from data.answer_file import refuse_other_arguments
 from data.corpus import FORMAT, Corpus, Provenance, load_prepared, read_facts, write
 from data.dialects import RowRefused
+from data.generated import REWRITTEN, is_rewritten
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.sources import FileDigest, RowLog, Source, digest, find_files, read_conversations
@@ -24,6 +26,7 @@ from data.template import encode
 from models.verifier import load_facts, load_tokenizer
 
 CUT_SHORT = "longer than data.max_length: cut there"
+CUT_ANSWER = "answer cut by its length limit (data.drop_cut)"
 BEYOND = "no answer within data.max_length"
 ANSWER_NUMBER = re.compile(r"#\d+$")  # data.regenerate numbers the answers of one prompt
 
@@ -101,6 +104,7 @@ def folder_of(cfg: RunConfig, made_with: Provenance) -> Path:
 
 def gather(cfg: RunConfig) -> Inputs:
     files = find_files(cfg.data.path)
+    refuse_other_arguments(files, dict(cfg.data.template_kwargs))
     cache = cache_dir(cfg)
     tokenizer = load_tokenizer(cfg.verifier, cache)
     return Inputs(
@@ -127,11 +131,15 @@ def tokenise(inputs: Inputs, log: RowLog) -> Corpus:
         try:
             encoded = encode(conversation, inputs.template, section.last_turn_only)
             tokens, mask = encoded.input_ids, encoded.loss_mask
+            if section.drop_cut and conversation.cut:
+                raise RowRefused(CUT_ANSWER)
             if not any(mask[: section.max_length]):
                 raise RowRefused(BEYOND)
         except RowRefused as refusal:
             log.withdraw(refusal, conversation.id)
             continue
+        if not section.last_turn_only and is_rewritten(conversation, mask):
+            log.change(REWRITTEN)
         if len(tokens) > section.max_length:
             log.change(CUT_SHORT)
         if max(tokens) >= inputs.vocab_size:

@@ -9,6 +9,7 @@ served.
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -16,12 +17,11 @@ from tokenizers import Encoding
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from data.dialects import NO_ANSWER, RowRefused
+from data.generated import encode_generated
 from data.records import Conversation, Turn
 from data.render import ChatTemplate, Span, Turns, fast_core
 from data.skeleton import mark_conversation
 from data.spans import NOTHING, MarkedText
-
-FOREIGN = "answer_ids do not spell the answer"
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,15 @@ def mark_or_encode(
         if not turns or turns[-1].role != "assistant":
             raise RowRefused(NO_ANSWER)
         if conversation.answer_ids:
-            ids, mask = encode_generated(conversation, template.tokenizer, template.kwargs)
-            return Encoded(ids, mask)
+            prompt_of = partial(
+                encode_prompt,
+                tokenizer=template.tokenizer,
+                template_kwargs=template.kwargs,
+                tools=conversation.tools,
+            )
+            return Encoded(
+                *encode_generated(conversation, template.tokenizer, prompt_of, last_turn_only)
+            )
         marked = mark_conversation(conversation, template.given(conversation.tools))
     except RowRefused as refusal:
         return refusal
@@ -115,24 +122,6 @@ def tokens_of(encoding: Encoding, start: int, end: int) -> Span:
     while beyond < len(encoding) and (place := encoding.token_to_chars(beyond)) and place[0] < end:
         beyond += 1
     return first, beyond
-
-
-def encode_generated(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
-) -> tuple[list[int], list[bool]]:
-    """The prompt's ids, then ``answer_ids``: token for token what the verifier read and wrote.
-
-    The answer alone is supervised; those before it in the prompt are not known to be the
-    verifier's. The ids are checked to spell the row's text, so that another verifier's are found.
-    """
-    answer = list(conversation.answer_ids[-1])
-    if max(answer) >= len(tokenizer):
-        raise RowRefused(FOREIGN)
-    spelt = tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    if str(spelt).strip() != conversation.turns[-1].content.strip():
-        raise RowRefused(FOREIGN)
-    prompt = encode_prompt(conversation.turns[:-1], tokenizer, template_kwargs)
-    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 def encode_prompt(

@@ -66,6 +66,18 @@ def test_every_group_file_composes(group: str, option: str):
         (["optim.weight_decay=nan"], ["optim.weight_decay=nan"]),
         (["regenerate.samples=-1"], ["regenerate.samples=-1"]),
         (["regenerate.samples=2", "regenerate.temperature=0"], ["temperature=0.7"]),
+        (["regenerate.retries=-1"], ["regenerate.retries=-1", "try 5"]),
+        (["regenerate.timeout=0"], ["regenerate.timeout=0", "600"]),
+        (["regenerate.base_url=http://x/v1"], ["regenerate.base_url", "backend=openai"]),
+        (["regenerate.backend=openai"], ["regenerate.base_url=:", "http://localhost:8000/v1"]),
+        (
+            [
+                "regenerate.backend=openai",
+                "regenerate.base_url=http://x/v1",
+                "regenerate.api_key_env=EYRIE_NO_SUCH_KEY",
+            ],
+            ["regenerate.api_key_env=EYRIE_NO_SUCH_KEY", "export the key"],
+        ),
         (["draft.fc_norm=true", "draft.norm_before_fc=true"], ["norm_before_fc", "fc_norm"]),
         (["engine.zero_stage=4"], ["engine.zero_stage=4"]),
         (["engine.deepspeed.bf16.enabled=true"], ["engine.deepspeed.bf16"]),

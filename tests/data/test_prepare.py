@@ -208,6 +208,43 @@ def test_answer_ids_are_kept_token_by_token(cfg):
     assert torch.equal(first.loss_mask, second.loss_mask)
 
 
+def test_cut_answers_have_no_end_label_and_can_be_left_out(cfg):
+    save(cfg, [row("a", "q", "ab", cut=True), row("b", "q", "ab"), *rows(3)])
+    kept = prepare(cfg)
+    assert kept.samples[0].input_ids.tolist() == kept.samples[1].input_ids.tolist()[:-1]
+    cfg.data.drop_cut = True
+    left = prepare(cfg)
+    assert [s.id for s in left.samples] == [s.id for s in kept.samples][1:]
+    assert left.skipped.reasons == {"answer cut by its length limit (data.drop_cut)": 1}
+    assert left.skipped.rows_in == left.skipped.rows_out + 1
+
+
+def test_answers_that_a_template_does_not_show_again_are_counted(cfg):
+    tokenizer = load_tokenizer(cfg.verifier, Path(cfg.run.cache))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ab, cd = (tokenizer.convert_tokens_to_ids([*word]) for word in ("ab", "cd"))
+    whole = row("a", "q", "ab", "r", "cd", answer_ids=[[*ab, end], [*cd, end]])
+    other = row("b", "q", "ab", "r", "cd", answer_ids=[[*ab, 1], [*cd, end]])  # ends in its own way
+    save(cfg, [whole, other, *rows(3)])
+    prepared = prepare(cfg)
+    assert [int(s.loss_mask.sum()) for s in prepared.samples[:2]] == [6, 3]
+    assert prepared.skipped.changed == {
+        "history rewritten by the template: only the answers after it are supervised": 1
+    }
+
+
+def test_answers_made_with_other_template_arguments_are_refused(cfg):
+    save(cfg, rows(4))
+    meta = Path(cfg.data.path[0] + ".meta.json")
+    meta.write_text(json.dumps({"settings": {"data.template_kwargs": {"enable_thinking": False}}}))
+    with pytest.raises(ConfigError) as error:
+        prepare(cfg)
+    assert str(error.value).startswith("data.template_kwargs={}: the answers in ")
+    assert 'made with {"enable_thinking": false}; set' in str(error.value)
+    cfg.data.template_kwargs = {"enable_thinking": False}
+    prepare(cfg)
+
+
 def test_max_samples(cfg):
     save(cfg, ["{broken", *rows(9)])
     cfg.data.max_samples = 4
