@@ -7,7 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Attention, ConfigError, RunConfig, Stage
+from conf.schema import FULL, Attention, ConfigError, RunConfig, Stage
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -39,7 +39,6 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
 
 AT_LEAST_ONE = {  # knob: a value that works
     "ttt.depth": "7",
-    "draft.vocab_size": "32000",
     "draft.intermediate_size": "null",
     "draft.max_positions": "null",
     "data.max_samples": "null",
@@ -145,6 +144,12 @@ def choices(cfg: RunConfig) -> Iterator[str]:
 
 
 def combinations(cfg: RunConfig) -> Iterator[str]:
+    size = cfg.draft.vocab_size
+    if size != FULL and (isinstance(size, str) or size < 1):
+        yield (
+            f"draft.vocab_size={size}: must be a number of tokens, at least 1, or {FULL}; "
+            "try draft.vocab_size=32000"
+        )
     if cfg.draft.fc_norm and cfg.draft.norm_before_fc:
         yield (
             "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "

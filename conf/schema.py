@@ -7,6 +7,9 @@ from typing import Any
 MISSING: Any = "???"  # what OmegaConf reads as "must be given"; the schema needs no library
 
 
+FULL = "full"  # of draft.vocab_size: the head scores every token of the verifier
+
+
 class ConfigError(ValueError):
     """A setting a person can mend. The message names knob, value, rule and way out."""
 
@@ -94,9 +97,7 @@ class VerifierSection:
 
 @dataclass
 class DraftSection:
-    vocab_size: int | None = (
-        32000  # most frequent supervised tokens; null: the verifier's whole vocabulary
-    )
+    vocab_size: int | str = 32000  # most frequent supervised tokens; full: the verifier's every one
     head_init: HeadInit = HeadInit.verifier
     intermediate_size: int | None = None  # MLP width; null: the verifier's
     max_positions: int | None = None  # position limit; null: the verifier's

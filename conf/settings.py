@@ -9,6 +9,7 @@ from conf.schema import ConfigError, RunConfig
 SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engine")
 # Knobs of those sections that a rerun may change: how fast, not what.
 FREE = (
+    "data.workers",
     "verifier.attention",
     "optim.micro_batch_tokens",
     "engine.attention",
