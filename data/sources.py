@@ -5,18 +5,20 @@ stops the job. A file that cannot be opened at all does, with a ConfigError that
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from conf.runtime import say
 from conf.schema import ConfigError
-from data.dialects import RowRefused, read_row
+from data.dialects import Reading, RowRefused, read_row
 from data.records import Conversation, Skipped
+from data.rows import Row, text_rows
 
-EXTENSIONS = (".json", ".jsonl", ".parquet")
-BOM = b"\xef\xbb\xbf"
+EXTENSIONS = (
+    *(".json", ".jsonl", ".parquet"),
+    *(".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
+)
 BLOCK = 1 << 20
 
 
@@ -30,6 +32,19 @@ class RowLog:
     changed: dict[str, int] = field(default_factory=dict)  # rows kept with a change, by its name
     first: dict[str, str] = field(default_factory=dict)  # reason -> the first row it befell
     noted: set[str] = field(default_factory=set)  # notes already printed
+
+    def count(self, reading: Reading | RowRefused, where: str) -> None:
+        """Take in what ``read_one`` made of a row."""
+        self.rows_in += 1
+        if isinstance(reading, RowRefused):
+            self.skip(reading.reason, where)
+            self.note(reading.note)
+            return
+        self.rows_out += 1
+        for name in reading.changes:
+            self.change(name)
+        for note in reading.notes:
+            self.note(note)
 
     def skip(self, reason: str, where: str) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
@@ -59,15 +74,6 @@ class RowLog:
         return "; ".join(f"{n} x {reason} (first: {self.first[reason]})" for reason, n in ordered)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One record as a file holds it: a decoded JSON value, or why it could not be decoded."""
-
-    where: str  # file:line, or file:item for arrays and tables
-    value: object = None
-    broken: str = ""
-
-
 def find_files(paths: list[str], knob: str = "data.path") -> list[Path]:
     """The files behind ``paths``, folders expanded in the order of their names.
 
@@ -92,7 +98,7 @@ def find_files(paths: list[str], knob: str = "data.path") -> list[Path]:
             files += inside
         elif not path.exists():
             raise ConfigError(f"{knob}={name}: no such file or folder; {remedy}")
-        elif path.suffix.lower() not in EXTENSIONS:
+        elif not kind_of(path):
             raise ConfigError(
                 f"{knob}={name}: the extension {path.suffix or '(none)'} is not read; rename the "
                 f"file to one of {', '.join(EXTENSIONS)}"
@@ -105,7 +111,7 @@ def find_files(paths: list[str], knob: str = "data.path") -> list[Path]:
 def is_data(file: Path, folder: Path) -> bool:
     """Whether a file inside a folder is read: its extension is known and no part is hidden."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.is_file() and not hidden and file.suffix.lower() in EXTENSIONS
+    return file.is_file() and not hidden and kind_of(file) != ""
 
 
 def read_conversations(
@@ -120,112 +126,42 @@ def read_conversations(
         return
     for file in files:
         for row in read_rows(file):
-            log.rows_in += 1
-            try:
-                if row.broken:
-                    raise RowRefused(row.broken)
-                reading = read_row(row.value, row.where, prompts)
-            except RowRefused as refusal:
-                log.skip(refusal.reason, row.where)
-                log.note(refusal.note)
+            reading = read_one(row, prompts)
+            log.count(reading, row.where)
+            if isinstance(reading, RowRefused):
                 continue
-            for name in reading.changes:
-                log.change(name)
-            for note in reading.notes:
-                log.note(note)
-            log.rows_out += 1
             yield reading.conversation
             if log.rows_out == max_samples:
                 return
 
 
-def read_rows(file: Path) -> Iterator[Row]:
-    """The records of one file. Raises ConfigError when the file cannot be read at all."""
+def read_one(row: Row, prompts: bool = False) -> Reading | RowRefused:
+    """One row as a conversation, or the reason why not; both can be sent between processes."""
     try:
-        if file.suffix.lower() == ".parquet":
+        return read_row(row.decode(), row.where, prompts)
+    except RowRefused as refusal:
+        return refusal
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """The records of one file, not decoded where they are text.
+
+    Raises ConfigError when the file cannot be read at all.
+    """
+    kind = kind_of(file)
+    try:
+        if kind == ".parquet":
             yield from read_table(file)
-        elif file.suffix.lower() == ".json" and not is_lines(file):
-            yield from read_array(file)
         else:
-            yield from read_lines(file)
+            yield from text_rows(file, array=kind.startswith(".json") and ".jsonl" not in kind)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror or error})") from error
 
 
-def read_lines(file: Path) -> Iterator[Row]:
-    """One JSON value a line. A blank line is no row; a line that does not parse is a broken one."""
-    with file.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            text = (raw.removeprefix(BOM) if number == 1 else raw).strip()
-            if text:
-                yield parse(text, f"{file.name}:{number}")
-
-
-def parse(text: bytes, where: str) -> Row:
-    try:
-        # Raw control characters inside strings are let through: people do hand in raw tabs.
-        return Row(where, json.loads(text.decode("utf-8"), strict=False))
-    except UnicodeDecodeError:
-        return Row(where, broken="not UTF-8 text")
-    except (ValueError, RecursionError):
-        return Row(where, broken="unparsable line")
-
-
-def is_lines(file: Path) -> bool:
-    """Whether a .json file is jsonl under another name: its first line is a whole object."""
-    with file.open("rb") as lines:
-        for raw in lines:
-            text = raw.removeprefix(BOM).strip()
-            if text:
-                return text.startswith(b"{") and isinstance(parse(text, "").value, dict)
-    return True
-
-
-def read_array(file: Path) -> Iterator[Row]:
-    """The items of a JSON array (or objects one after the other), decoded one at a time.
-
-    The text is held in memory, the items are not: jsonl suits big data better. A file that ends or
-    breaks in the middle gives its whole items, and one broken row that stands for the rest.
-    """
-    number = 0
-    try:
-        # Bytes that are no UTF-8 become surrogates, for which the row that holds them is refused.
-        text = file.read_bytes().removeprefix(BOM).decode("utf-8", errors="surrogateescape")
-        for value in json_items(text):
-            number += 1
-            yield Row(f"{file.name}:item {number}", value)
-    except (ValueError, RecursionError):
-        broken = "array cut off or broken: all that follows is lost"
-        yield Row(f"{file.name}:item {number + 1}", broken=broken)
-
-
-def json_items(text: str) -> Iterator[object]:
-    """Decode the values of ``text``. Raises ValueError where it stops being JSON."""
-    decoder = json.JSONDecoder(strict=False)
-    at = skip_blank(text, 0)
-    in_array = text.startswith("[", at)
-    if in_array:
-        at = skip_blank(text, at + 1)
-    while at < len(text):
-        if in_array and text[at] == "]":
-            if skip_blank(text, at + 1) < len(text):
-                raise ValueError("text after the array")
-            return
-        value, at = decoder.raw_decode(text, at)
-        yield value
-        at = skip_blank(text, at)
-        if in_array and text.startswith(",", at):
-            at = skip_blank(text, at + 1)
-        elif in_array and not text.startswith("]", at):
-            raise ValueError("no comma between two items")
-    if in_array:
-        raise ValueError("no bracket closes the array")
-
-
-def skip_blank(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
+def kind_of(file: Path) -> str:
+    """Which of EXTENSIONS a name ends with; empty for none."""
+    name = file.name.lower()
+    return next((kind for kind in EXTENSIONS if name.endswith(kind)), "")
 
 
 def read_table(file: Path) -> Iterator[Row]:
@@ -235,7 +171,7 @@ def read_table(file: Path) -> Iterator[Row]:
     try:
         table = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
         for number, value in enumerate(table, 1):
-            yield Row(f"{file.name}:row {number}", value)
+            yield Row(f"{file.name}:row {number}", value=value)
     except ValueError as error:  # what the parquet reader raises for a damaged file
         reason = str(error).splitlines()[0]
         raise ConfigError(

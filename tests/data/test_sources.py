@@ -60,13 +60,13 @@ def test_bad_lines_are_counted_and_the_rest_is_read(tmp_path):
     names, log = read(save(tmp_path / "a.jsonl", content))
     assert names == ["good", "good"]
     assert log.skipped == {
-        "unparsable line": 4,
+        "unparsable JSON": 4,
         "not UTF-8 text": 1,
         "not a JSON object": 2,
         "no turns": 1,
     }
-    assert log.first["unparsable line"] == "a.jsonl:4"
-    assert "4 x unparsable line (first: a.jsonl:4)" in log.reasons()
+    assert log.first["unparsable JSON"] == "a.jsonl:4"
+    assert "4 x unparsable JSON (first: a.jsonl:4)" in log.reasons()
 
 
 def test_one_very_long_line(tmp_path):
@@ -110,7 +110,7 @@ def test_array_with_bytes_that_are_no_utf8(tmp_path):
     content = json.dumps([row("one", "é"), row("two")], ensure_ascii=False)
     names, log = read(save(tmp_path / "a.json", content.encode("latin-1")))
     assert names == ["two"]
-    assert log.skipped == {"broken characters in the text": 1}
+    assert log.skipped == {"not UTF-8 text": 1}
 
 
 def test_parquet(tmp_path):
@@ -141,7 +141,7 @@ def test_bad_paths_are_named_with_the_way_out(tmp_path):
     cases = [
         ([], r"^data\.path=\[\]: .*python -m data\.regenerate"),
         (["no/such.jsonl"], r"^data\.path=no/such\.jsonl: no such file .*python -m data\.regen"),
-        ([str(tmp_path / "empty")], r"empty: the folder holds no \.json, \.jsonl, \.parquet file"),
+        ([str(tmp_path / "empty")], r"empty: the folder holds no \.json, .*, \.jsonl\.zst file"),
         ([str(text)], r"a\.csv: the extension \.csv is not read"),
     ]
     for paths, message in cases:
