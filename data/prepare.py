@@ -124,9 +124,8 @@ def tokenise(inputs: Inputs, log: RowLog) -> Corpus:
     conversations = read_conversations(inputs.files, log, section.max_samples)
     for conversation in progress(conversations, rows, "prepare", "row"):
         try:
-            tokens, mask = encode(
-                conversation, inputs.tokenizer, section.template_kwargs, section.last_turn_only
-            )
+            encoded = encode(conversation, inputs.template, section.last_turn_only)
+            tokens, mask = encoded.input_ids, encoded.loss_mask
             if not any(mask[: section.max_length]):
                 raise RowRefused(BEYOND)
         except RowRefused as refusal:

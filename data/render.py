@@ -58,27 +58,31 @@ class ChatTemplate:
         return self._render(turns, add_generation_prompt=True)
 
     def _render(self, turns: Turns, add_generation_prompt: bool) -> str:
-        template = self.text
+        text, names = self.text, self.names
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages(turns),
-                chat_template=template,
-                tokenize=False,
+            # What apply_chat_template calls; its own checks and listings cost as much again.
+            rendered: Any = render_jinja_template(
+                [messages(turns)],
+                chat_template=text,
                 add_generation_prompt=add_generation_prompt,
-                **self.kwargs,
+                **names,
             )
         except TEMPLATE_ERRORS as error:
             raise refused(error) from error
-        assert isinstance(rendered, str)
-        return rendered
+        return rendered[0][0]  # texts and markers, one a conversation
+
+    @cached_property
+    def names(self) -> dict[str, Any]:
+        """What the template may use by name: the special tokens, and the arguments over them."""
+        return {**self.tokenizer.special_tokens_map, **self.kwargs}
 
     def marked(self, turns: Turns) -> list[Span]:
         """The spans of ``whole(turns)`` between the template's generation markers."""
-        names = {**self.tokenizer.special_tokens_map, **self.kwargs}
+        text, names = self.text, self.names
         try:
             result: Any = render_jinja_template(
-                conversations=[messages(turns)],
-                chat_template=self.text,
+                [messages(turns)],
+                chat_template=text,
                 return_assistant_tokens_mask=True,
                 **names,
             )
@@ -121,13 +125,19 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, words)) or "(?!)")
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of everything that decides which ids a text becomes."""
+def fast_core(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The Rust tokenizer inside, which knows where tokens lie. Raises ConfigError without one."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None:
         raise ConfigError(
             f"verifier.path={tokenizer.name_or_path}: its tokenizer cannot say where in the text "
             "a token lies; save a fast one (tokenizer.json) in that folder"
         )
-    known = core.to_str() + json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    return core
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest of everything that decides which ids a text becomes."""
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    known = fast_core(tokenizer).to_str() + special
     return hashlib.sha256(known.encode()).hexdigest()[:16]

@@ -16,17 +16,20 @@ its own BOS, as it does when the verifier is served.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
+from tokenizers import Encoding
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.runtime import say
 from data.dialects import NO_ANSWER, RowRefused
 from data.records import Conversation, Turn
-from data.render import REFUSED, ChatTemplate, Span, Turns
+from data.render import REFUSED, ChatTemplate, Span, Turns, fast_core
 
 MARK = "\ue0a7"  # private-use character that stands for an answer in a probe
 TAIL = 32  # characters at the end of an answer that its marked span must contain
@@ -37,39 +40,103 @@ FOREIGN = "answer_ids do not spell the answer"
 TEMPLATE_REASONS = {UNSTABLE, LEFT_OUT, NOTHING, REFUSED}
 
 
-def encode(
-    conversation: Conversation,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-    last_turn_only: bool = False,
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation that ends with an answer, and which of them are supervised.
+@dataclass(frozen=True)
+class Encoded:
+    input_ids: list[int]
+    loss_mask: list[bool]  # equally many
 
-    Raises RowRefused, with the reason, for a row that the template cannot render or mark.
+
+@dataclass(frozen=True)
+class MarkedText:
+    text: str  # ends with the last answer
+    spans: list[Span]  # of the supervised answers, in order
+
+
+def encode_all(
+    conversations: Sequence[Conversation], template: ChatTemplate, last_turn_only: bool = False
+) -> list[Encoded | RowRefused]:
+    """Token ids and mask of each conversation, or the reason why it has none; in their order.
+
+    A batch is tokenised in one call. A conversation must end with an answer, or bring token ids.
     """
-    turns = conversation.turns
-    if not turns or turns[-1].role != "assistant":
-        raise RowRefused(NO_ANSWER)
-    if conversation.answer_ids:
-        return encode_generated(conversation, tokenizer, template_kwargs)
-    text, spans = mark_answers(turns, conversation.cut, ChatTemplate(tokenizer, template_kwargs))
-    encoded = tokenizer(
-        text,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,  # it would warn of long texts, which data.max_length cuts
-    )
-    places: list[Span] = encoded["offset_mapping"]  # of the tokens, in order
-    mask = [False] * len(places)
-    for start, end in spans[-1:] if last_turn_only else spans:
-        # A token that overlaps an answer at all belongs to it.
-        first = bisect_right(places, start, key=itemgetter(1))
-        beyond = bisect_left(places, end, key=itemgetter(0))
+    marked = [mark_or_encode(talk, template, last_turn_only) for talk in conversations]
+    texts = [result.text for result in marked if isinstance(result, MarkedText)]
+    found = iter(plain_core(template.tokenizer).encode_batch(texts, add_special_tokens=False))
+    return [
+        masked(next(found), result.spans) if isinstance(result, MarkedText) else result
+        for result in marked
+    ]
+
+
+def encode(
+    conversation: Conversation, template: ChatTemplate, last_turn_only: bool = False
+) -> Encoded:
+    """``encode_all`` of one conversation. Raises RowRefused, with the reason."""
+    result = encode_all([conversation], template, last_turn_only)[0]
+    if isinstance(result, RowRefused):
+        raise result
+    return result
+
+
+def mark_or_encode(
+    conversation: Conversation, template: ChatTemplate, last_turn_only: bool
+) -> MarkedText | Encoded | RowRefused:
+    """One row's refusal is its result: it does not stop the others."""
+    turns, tokenised = conversation.turns, conversation.tokenised
+    if tokenised is not None:
+        return Encoded(list(tokenised.input_ids), list(tokenised.loss_mask))
+    try:
+        if not turns or turns[-1].role != "assistant":
+            raise RowRefused(NO_ANSWER)
+        if conversation.answer_ids:
+            ids, mask = encode_generated(conversation, template.tokenizer, template.kwargs)
+            return Encoded(ids, mask)
+        text, spans = mark_answers(turns, conversation.cut, template)
+    except RowRefused as refusal:
+        return refusal
+    return MarkedText(text, spans[-1:] if last_turn_only else spans)
+
+
+def plain_core(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The library's Rust tokenizer, set to neither pad nor cut nor split special tokens.
+
+    Called directly, as wrapping its result costs a quarter of the tokenising. Raises ConfigError
+    for a tokenizer that has none.
+    """
+    core = fast_core(tokenizer)
+    core.no_padding()
+    core.no_truncation()
+    core.encode_special_tokens = False
+    return core
+
+
+def masked(encoding: Encoding, spans: list[Span]) -> Encoded | RowRefused:
+    """The ids of a text, and a mask of the tokens that lie in ``spans`` of its characters."""
+    mask = [False] * len(encoding)
+    for start, end in spans:
+        first, beyond = tokens_of(encoding, start, end)
         mask[first:beyond] = [True] * (beyond - first)
     if True not in mask:
-        raise RowRefused(NOTHING)
-    return encoded["input_ids"], mask
+        return RowRefused(NOTHING)
+    return Encoded(encoding.ids, mask)
+
+
+def tokens_of(encoding: Encoding, start: int, end: int) -> Span:
+    """The tokens that overlap the characters [start, end) at all: the first, the one after.
+
+    Asks for single tokens: listing all their places costs a sixth of the tokenising.
+    """
+    first = encoding.char_to_token(start)
+    last = encoding.char_to_token(end - 1)
+    if first is None or last is None:  # characters that the tokenizer drops
+        places = encoding.offsets
+        first = bisect_right(places, start, key=itemgetter(1))
+        return first, max(first, bisect_left(places, end, key=itemgetter(0)))
+    beyond = last + 1
+    # Several tokens can share a character (the bytes of an emoji).
+    while beyond < len(encoding) and (place := encoding.token_to_chars(beyond)) and place[0] < end:
+        beyond += 1
+    return first, beyond
 
 
 def encode_generated(

@@ -4,7 +4,9 @@ In the tiny tokenizer a character is a token, so a mask can be read off the mark
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from conf.schema import ConfigError, VerifierSection
+from data import template
 from data.dialects import RowRefused
 from data.preview import marked_text
-from data.records import Conversation, TokenizedSample, Turn
-from data.template import encode, encode_prompt
+from data.records import Conversation, Tokenised, TokenizedSample, Turn
+from data.render import ChatTemplate
+from data.template import encode as encode_one
+from data.template import encode_all, encode_prompt
 from models.verifier import load_tokenizer
 
 EXTRA = ["<s>", "</s>", "<|end|>", "<|return|>", "<|eot|>", "<|user|>"]
@@ -99,6 +104,11 @@ def talk(*contents: str, **flags) -> Conversation:
     return Conversation("x", turns, **flags)
 
 
+def encode(conversation, tokenizer, arguments, last_turn_only=False) -> tuple[list, list]:
+    encoded = encode_one(conversation, ChatTemplate(tokenizer, arguments), last_turn_only)
+    return encoded.input_ids, encoded.loss_mask
+
+
 def marked(conversation: Conversation, tokenizer, last_turn_only=False, **arguments) -> str:
     ids, mask = encode(conversation, tokenizer, arguments, last_turn_only)
     assert len(ids) == len(mask)
@@ -132,18 +142,50 @@ def test_chat_markup(tokenizer):
     assert last.count("⟦") == 1
 
 
-def test_the_text_is_tokenised_once(tokenizer, monkeypatch):
-    texts: list[str] = []
-    plain = type(tokenizer).__call__
+@dataclass
+class CountingCore:
+    """Stands before the Rust tokenizer and keeps what it is asked for."""
 
-    def counting(self, text, **options):
-        texts.append(text)
-        return plain(self, text, **options)
+    core: Any
+    batches: list[list[str]]
 
-    monkeypatch.setattr(type(tokenizer), "__call__", counting)
-    ids, _ = encode(talk("q", "a", "r", "c", "s", "d"), tokenizer, {})
-    assert len(texts) == 1
-    assert tokenizer.decode(ids) == texts[0]
+    def encode_batch(self, texts: list[str], **options):
+        self.batches.append(texts)
+        return self.core.encode_batch(texts, **options)
+
+
+def test_a_batch_is_tokenised_in_one_call(tokenizer, monkeypatch):
+    core = CountingCore(template.plain_core(tokenizer), [])
+    monkeypatch.setattr(template, "plain_core", lambda tokenizer: core)
+    talks = [talk("q", "a", "r", "c", "s", "d"), talk("q"), talk("q", "b")]
+    first, refused, last = encode_all(talks, ChatTemplate(tokenizer, {}))
+    assert isinstance(refused, RowRefused)
+    assert [tokenizer.decode(e.input_ids) for e in (first, last)] == core.batches[0]
+    assert len(core.batches) == 1
+
+
+def test_one_refused_row_stops_no_other(with_template):
+    refuses = ChatTemplate(with_template(MISTRAL), {})
+    system = Conversation("s", (Turn("system", "s"), *talk("q", "a").turns))
+    results = encode_all([talk("q", "a"), system, talk(), talk("r", "b")], refuses)
+    kinds = [type(result).__name__ for result in results]
+    assert kinds == ["Encoded", "RowRefused", "RowRefused", "Encoded"]
+    assert results[0] == encode_one(talk("q", "a"), refuses)
+    assert encode_all([], refuses) == []
+
+
+def test_token_ids_that_were_handed_in_stay_as_they_are(tokenizer):
+    row = Conversation("x", (), tokenised=Tokenised((5, 6, 7), (False, True, True)))
+    assert encode(row, tokenizer, {}) == ([5, 6, 7], [False, True, True])
+
+
+def test_padding_and_cutting_left_on_in_the_tokenizer_change_nothing(tokenizer):
+    plain = encode(talk("q", "a", "r", "c"), tokenizer, {})
+    core = tokenizer.backend_tokenizer
+    core.enable_padding(length=64)
+    core.enable_truncation(4)
+    core.encode_special_tokens = True
+    assert encode(talk("q", "a", "r", "c"), tokenizer, {}) == plain
 
 
 def test_cut_answer_has_no_end_of_turn(tokenizer):
@@ -188,7 +230,7 @@ def test_private_use_characters_in_the_text(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("template", "first", "last"),
+    ("chat", "first", "last"),
     [
         (LLAMA, "⟦a b<|eot|>⟧[user]", "[assistant]\n\n⟦c<|eot|>⟧"),
         (MISTRAL, "[/INST]⟦ a b</s>⟧[INST]", "[/INST]⟦ c</s>⟧"),
@@ -197,8 +239,8 @@ def test_private_use_characters_in_the_text(tokenizer):
         (PLAIN, "assistant: ⟦a b⟧\nuser", "assistant: ⟦c⟧"),
     ],
 )
-def test_templates_of_other_families(with_template, template, first, last):
-    text = marked(talk("q", "a b", "r", "c"), with_template(template))
+def test_templates_of_other_families(with_template, chat, first, last):
+    text = marked(talk("q", "a b", "r", "c"), with_template(chat))
     assert first in text
     assert text.endswith(last)
     assert text.count("⟦") == 2
