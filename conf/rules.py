@@ -28,7 +28,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
 
     ``running``: the stages whose input files must be there.
     """
-    for rules in (positive_numbers, shares, choices, combinations):
+    for rules in (positive_numbers, shares, choices, data_and_vocabulary, combinations):
         for message in rules(cfg):
             raise ConfigError(message)
     for rules in (flash_for_capture_alone, places):
@@ -42,6 +42,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "draft.intermediate_size": "null",
     "draft.max_positions": "null",
     "data.max_samples": "null",
+    "data.workers": "null",
     "regenerate.max_new_tokens": "512",
     "regenerate.batch_size": "64",
     "capture.batch_tokens": "4096",
@@ -143,13 +144,28 @@ def choices(cfg: RunConfig) -> Iterator[str]:
         yield f"eval.n_sweep={list(cfg.eval.n_sweep)}: chain lengths from 1; try [1,2,3,4,5]"
 
 
-def combinations(cfg: RunConfig) -> Iterator[str]:
+def data_and_vocabulary(cfg: RunConfig) -> Iterator[str]:
     size = cfg.draft.vocab_size
     if size != FULL and (isinstance(size, str) or size < 1):
         yield (
             f"draft.vocab_size={size}: must be a number of tokens, at least 1, or {FULL}; "
             "try draft.vocab_size=32000"
         )
+    weights, paths = cfg.data.weights, cfg.data.path
+    if weights is not None and len(weights) != len(paths):
+        yield (
+            f"data.weights={list(weights)}: one for each of the {len(paths)} entries of data.path; "
+            "give as many, or null"
+        )
+    for weight in weights or []:
+        if not 0 < weight <= 1:
+            yield (
+                f"data.weights={list(weights or [])}: {weight} must be above 0 and at most 1, as "
+                "no conversation is stored twice; divide all of them by the largest"
+            )
+
+
+def combinations(cfg: RunConfig) -> Iterator[str]:
     if cfg.draft.fc_norm and cfg.draft.norm_before_fc:
         yield (
             "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "

@@ -117,6 +117,11 @@ class DataSection:
     max_samples: int | None = None  # read at most so many conversations
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
     last_turn_only: bool = False  # supervise the last answer of a conversation alone
+    weights: list[float] | None = (
+        None  # one an entry of path: that share of its conversations is taken; null: all of each
+    )
+    dedupe: bool = False  # leave out exact copies; sampled answers may well repeat each other
+    workers: int | None = None  # processes; null: one a core, 16 at most, 1 for a few rows
 
 
 @dataclass

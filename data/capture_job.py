@@ -39,7 +39,7 @@ def begin(cfg: RunConfig, prepared: PreparedData, held: ExitStack) -> CaptureJob
     folder = cache_dir(cfg) / f"capture-{manifest.fingerprint}"
     item = getattr(torch, manifest.dtype).itemsize
     spans = plan_spans(
-        [len(sample.input_ids) for sample in prepared.samples],
+        prepared.samples.lengths.tolist(),
         (len(facts.aux_layers) + 1) * facts.hidden_size * item,
         cfg.capture.shard_mib * MIB,
     )

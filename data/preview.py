@@ -6,18 +6,14 @@ python -m data.preview [overrides]
 import sys
 from itertools import groupby
 
-import torch
-from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.compose import entry
 from conf.runtime import cache_dir, say
 from conf.schema import RunConfig
-from data.corpus import count_labels
 from data.prepare import prepare
-from data.records import PreparedData, TokenizedSample
+from data.records import TokenizedSample
 from models.verifier import load_tokenizer
-from models.vocab import DraftVocab
 
 SHOWN = 2  # samples printed
 BINS = 10
@@ -51,16 +47,6 @@ def histogram(lengths: list[int]) -> list[str]:
     return lines
 
 
-def held_out_counts(prepared: PreparedData) -> Tensor:
-    """How often each token is a label in the held-out samples, [V]."""
-    tokens = torch.cat([sample.input_ids for sample in prepared.samples])
-    mask = torch.cat([sample.loss_mask for sample in prepared.samples])
-    held = torch.cat(
-        [torch.full_like(sample.loss_mask, sample.held_out) for sample in prepared.samples]
-    )
-    return count_labels(mask, tokens, held, prepared.token_counts.numel())
-
-
 def main(cfg: RunConfig) -> None:
     prepared = prepare(cfg)
     tokenizer = load_tokenizer(cfg.verifier, cache_dir(cfg))
@@ -69,19 +55,12 @@ def main(cfg: RunConfig) -> None:
         share = float(sample.loss_mask.float().mean())
         say(f"\nsample {number}: {sample.id} ({kind}, {share:.1%} of its tokens supervised)")
         say(marked_text(sample, tokenizer, colour=sys.stdout.isatty()))
-    lengths = [sample.input_ids.numel() for sample in prepared.samples]
+    lengths = prepared.samples.lengths.tolist()
     say(f"\ntokens a sample ({len(lengths):,} samples, {sum(lengths):,} tokens)")
     for line in histogram(lengths):
         say(line)
-    supervised = sum(int(sample.loss_mask.sum()) for sample in prepared.samples)
+    supervised = int(prepared.samples.mask.sum())
     say(f"\nsupervised: {supervised:,} tokens, {supervised / sum(lengths):.1%} of all")
-    vocab = DraftVocab.from_counts(prepared.token_counts, cfg.draft.vocab_size)
-    training = vocab.coverage(prepared.token_counts)
-    held_out = vocab.coverage(held_out_counts(prepared))
-    say(
-        f"draft vocabulary: {vocab.d2t.numel():,} of {vocab.t2d.numel():,} tokens cover "
-        f"{training:.1%} of the training labels and {held_out:.1%} of the held-out ones"
-    )
     say("next: torchrun train/main.py with the same overrides")
 
 

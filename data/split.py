@@ -9,14 +9,14 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 ANSWER_NUMBER = re.compile(r"#\d+$")  # data.regenerate numbers the answers of one prompt
 # ShareGPT cuts a conversation into parts abcDe12_0, abcDe12_1: seven letters or digits, then the
 # part. Names in words, as in seed_task_35, must stay apart: one of the seven is no small letter.
 SHAREGPT_PART = re.compile(r"(?=.{0,6}[A-Z0-9])([A-Za-z0-9-]{7})_\d+")
 SPLIT, TAKE = b"", b"take:"  # two draws from one id must not be one
-Digests = NDArray[np.uint64]  # [S]
+Digests = NDArray[np.int64]  # [S]
 Flags = NDArray[np.bool_]  # [S]
 Places = NDArray[np.float64]  # [S] in [0, 1)
 Labels = NDArray[np.int64]
@@ -40,8 +40,13 @@ def is_taken(name: str, weight: float) -> bool:
     return weight >= 1 or place(base_id(name), TAKE) < weight
 
 
-def digest_of(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=8).digest()
+def digest_of(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
+
+
+def prompt_digest(tokens: ArrayLike) -> int:
+    """Of the token ids before an answer: equal prompts have equal ones."""
+    return digest_of(np.asarray(tokens, np.int32).tobytes())
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Split:
 
     held_out: Flags
     moved: int  # samples that their id holds out and their prompt, seen in training, does not
+    overlap: int  # held-out samples whose prompt is trained on all the same
 
 
 def split(bases: Digests, places: Places, prompts: Digests, share: float) -> Split:
@@ -57,10 +63,13 @@ def split(bases: Digests, places: Places, prompts: Digests, share: float) -> Spl
 
     A conversation's place depends on its id alone, so it stays where it is when data is added.
     Conversations that share a prompt, token for token, form a group; a group is held out when each
-    of its conversations falls below ``share``. At least one group is held out and one is not,
-    unless there is only one: then none is.
+    of its conversations falls below ``share``. At least one group is held out and one is not.
+    Where all samples are one group, its conversations are split by id alone, and those that
+    overlap are counted; a single conversation is not held out.
     """
     groups = connected(bases, prompts)  # [S]
+    if not groups.any():
+        groups = np.unique(bases, return_inverse=True)[1]
     count = int(groups.max()) + 1
     asked = places < share
     held = np.ones(count, np.bool_)
@@ -77,7 +86,9 @@ def split(bases: Digests, places: Places, prompts: Digests, share: float) -> Spl
         last = np.zeros(count)
         np.maximum.at(last, groups, places)
         held[last.argmax()] = False
-    return Split(held[groups], moved)
+    held_out = held[groups]
+    overlap = int(np.isin(prompts[held_out], prompts[~held_out]).sum())
+    return Split(held_out, moved, overlap)
 
 
 def connected(bases: Digests, prompts: Digests) -> Labels:

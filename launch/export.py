@@ -82,8 +82,8 @@ def data_facts(cfg: RunConfig) -> DataFacts | None:
     except ConfigError as error:
         say(f"the card will not say how much data it was: {error}")
         return None
-    training = [sample for sample in prepared.samples if not sample.held_out]
-    return DataFacts(", ".join(cfg.data.path), len(training), int(prepared.token_counts.sum()))
+    training = int((~prepared.samples.held_out).sum())
+    return DataFacts(", ".join(cfg.data.path), training, int(prepared.token_counts.sum()))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def export_once(
         return
     made_from = DataFacts(
         origin=", ".join(cfg.data.path),
-        samples=sum(not sample.held_out for sample in prepared.samples),
+        samples=int((~prepared.samples.held_out).sum()),
         tokens=int(prepared.token_counts.sum()),
     )
     export_run(cfg, folder, made_from)

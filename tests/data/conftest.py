@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
-from data.records import PreparedData, Skipped, TokenizedSample
+from data.records import PreparedData, Samples, Skipped, TokenizedSample
 from data.shards import HiddenStateShard, SampleStates, describe, plan_spans, write_shard
 
 LENGTHS = [5, 9, 33, 12, 7, 64, 21, 18, 40, 11, 6, 27, 50, 14, 8, 30, 19, 23, 10, 16]
@@ -32,8 +32,23 @@ def some_samples() -> list[TokenizedSample]:
 @pytest.fixture
 def prepared(some_samples: list[TokenizedSample], tmp_path: Path) -> PreparedData:
     counts = torch.zeros(128, dtype=torch.int64)
-    rows = len(some_samples)
-    return PreparedData(tmp_path, "prepared00", some_samples, counts, Skipped(rows, rows))
+    rows = Skipped(len(some_samples), len(some_samples))
+    return PreparedData(tmp_path, "prepared00", flat(some_samples), counts, counts, rows)
+
+
+def flat(samples: list[TokenizedSample]) -> Samples:
+    """What the prepare stage makes of ``samples``."""
+    ids = [torch.tensor(list(sample.id.encode()), dtype=torch.uint8) for sample in samples]
+    return Samples(
+        tokens=torch.cat([sample.input_ids for sample in samples]).int(),
+        mask=torch.cat([sample.loss_mask for sample in samples]).to(torch.uint8),
+        offsets=torch.tensor([0, *(len(sample.input_ids) for sample in samples)]).cumsum(0),
+        id_text=torch.cat(ids),
+        id_offsets=torch.tensor([0, *map(len, ids)]).cumsum(0),
+        greedy=torch.tensor([sample.greedy for sample in samples]),
+        held_out=torch.tensor([sample.held_out for sample in samples]),
+        prompts=torch.arange(len(samples)),
+    )
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from conf.schema import ConfigError, RunConfig
-from data.corpus import count_labels, load_prepared, read_facts
-from data.prepare import base_id, find_prepared, place, prepare, split
+from data.corpus import load_prepared, read_facts
+from data.prepare import find_prepared, prepare
 from data.records import PreparedData
+from data.split import base_id
 from models.verifier import load_tokenizer
 
 
@@ -62,7 +63,7 @@ def test_samples_hold_what_the_rows_say(cfg, capsys):
 
 
 def test_labels_are_counted_in_training_answers_without_their_first_token(cfg):
-    save(cfg, [row("a", "q", "xyx"), row("b", "q", "zzz"), row("b#1", "q", "xx", "r", "x")])
+    save(cfg, [row("a", "q", "xyx"), row("b", "q", "zzz"), row("b#1", "r", "xx", "r", "x")])
     prepared = prepare(cfg)
     tokenizer = load_tokenizer(cfg.verifier, Path(cfg.run.cache))
     expected = torch.zeros(128, dtype=torch.int64)
@@ -75,15 +76,9 @@ def test_labels_are_counted_in_training_answers_without_their_first_token(cfg):
                 expected[tokenizer.eos_token_id] += 1
     assert torch.equal(prepared.token_counts, expected)
     assert expected.sum() > 0
-
-
-def test_count_labels_by_hand():
-    tokens = torch.tensor([3, 4, 5, 6, 3, 4, 4, 5])
-    mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1])
-    everything = torch.ones(8, dtype=torch.bool)
-    assert count_labels(mask, tokens, everything, 7).tolist() == [0, 0, 0, 0, 1, 2, 0]
-    second = torch.tensor([False] * 4 + [True] * 4)
-    assert count_labels(mask, tokens, second, 7).tolist() == [0, 0, 0, 0, 1, 1, 0]
+    assert prepared.held_out_counts.sum() == sum(
+        int(sample.loss_mask.sum()) - 1 for sample in prepared.samples if sample.held_out
+    )
 
 
 def test_all_answers_of_a_prompt_fall_on_one_side(cfg):
@@ -95,24 +90,7 @@ def test_all_answers_of_a_prompt_fall_on_one_side(cfg):
         sides.setdefault(base_id(name), set()).add(side)
     assert all(len(side) == 1 for side in sides.values())
     assert 2 <= sum(True in side for side in sides.values()) <= 16
-    assert read_facts(prepared.folder)["overlap"] == 0
-
-
-def test_split_depends_on_the_id_alone():
-    names = [f"p{i}" for i in range(2000)]
-    flags = split(names, 0.05)
-    assert 60 <= sum(flags) <= 140
-    assert split(names[::-1], 0.05) == flags[::-1]
-    assert split([f"{name}#7" for name in names], 0.05) == flags
-    assert [place(name) < 0.05 for name in names] == flags
-    assert base_id("a#1#2") == "a#1"
-    assert base_id("json-001") == "json-001"
-
-
-@pytest.mark.parametrize("share", [0.0001, 0.5, 0.9999])
-def test_one_is_held_out_and_one_is_not(share):
-    assert 0 < sum(split(["a", "b", "c"], share)) < 3
-    assert split(["a", "a#1"], share) == [False, False]
+    assert read_facts(prepared.folder).moved == 0
 
 
 def test_the_same_input_gives_the_same_bytes(cfg, tmp_path):
@@ -177,18 +155,7 @@ def test_long_samples_are_cut_and_counted(cfg, capsys):
     assert "late" not in lengths
     assert prepared.skipped.reasons == {"no answer within data.max_length": 1}
     assert prepared.skipped.changed == {"longer than data.max_length: cut there": 1}
-    assert "first: late" in capsys.readouterr().out
-
-
-def test_duplicates_and_overlap_are_reported(cfg, capsys):
-    cfg.data.valid_share = 0.5
-    save(cfg, [row(f"p{i}", "same question", "same answer") for i in range(10)])
-    facts = read_facts(prepare(cfg).folder)
-    assert facts["duplicates"] == 9
-    assert facts["overlap"] == sum(facts["held_out"]) > 0
-    assert f"duplicates 9; held-out prompts in training {facts['overlap']}" in (
-        capsys.readouterr().out
-    )
+    assert "first: a.jsonl:4)" in capsys.readouterr().out
 
 
 def test_last_turn_only(cfg):
@@ -235,7 +202,7 @@ def test_data_without_a_usable_row(cfg):
 
 def test_one_conversation_cannot_be_split(cfg):
     save(cfg, [row("a#0", "q", "x"), row("a#1", "q", "y")])
-    with pytest.raises(ConfigError, match=r"data\.path=.*all 2 samples answer one prompt"):
+    with pytest.raises(ConfigError, match=r"data\.path=.*all 2 samples are answers to one prompt"):
         prepare(cfg)
 
 
@@ -278,13 +245,14 @@ def test_tokenizer_beyond_the_embedding(cfg, tiny_verifier, tmp_path):
 def test_damaged_folder_is_named(cfg):
     save(cfg, rows(4))
     folder = prepare(cfg).folder
-    facts = read_facts(folder)
-    (folder / "samples.json").write_text(json.dumps({**facts, "ids": facts["ids"][1:]}))
-    with pytest.raises(ConfigError, match=r"is no prepared data .* delete it"):
-        load_prepared(folder)
-    (folder / "samples.json").write_text(json.dumps({**facts, "format": 99}))
-    with pytest.raises(ConfigError, match="format 99"):
-        load_prepared(folder)
+    facts = json.loads((folder / "samples.json").read_text())
+    for change, words in (
+        ({"rows": {**facts["rows"], "rows_out": 3}}, r"is no prepared data .* delete it"),
+        ({"format": 99}, "format 99"),
+    ):
+        (folder / "samples.json").write_text(json.dumps({**facts, **change}))
+        with pytest.raises(ConfigError, match=words):
+            load_prepared(folder)
     (folder / "samples.json").write_text("{")
     with pytest.raises(ConfigError, match="is no prepared data"):
         load_prepared(folder)
@@ -301,7 +269,9 @@ def test_full_disk_leaves_nothing_behind(cfg, monkeypatch):
     def full(*_arguments) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("data.corpus.save_file", full)
-    with pytest.raises(ConfigError, match=r"run\.cache=.*No space left"):
-        prepare(cfg)
-    assert not list(Path(cfg.run.cache).iterdir())
+    for step in ("data.columns.Columns.add", "data.corpus.write_tensors", "data.corpus.write_atomically"):
+        with monkeypatch.context() as patch:
+            patch.setattr(step, full)
+            with pytest.raises(ConfigError, match=r"run\.cache=.*No space left"):
+                prepare(cfg)
+        assert not list(Path(cfg.run.cache).iterdir())
