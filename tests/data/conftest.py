@@ -36,6 +36,11 @@ def prepared(some_samples: list[TokenizedSample], tmp_path: Path) -> PreparedDat
     return PreparedData(tmp_path, "prepared00", flat(some_samples), counts, counts, rows)
 
 
+@pytest.fixture
+def flatten() -> Callable[[list[TokenizedSample]], Samples]:
+    return flat
+
+
 def flat(samples: list[TokenizedSample]) -> Samples:
     """What the prepare stage makes of ``samples``."""
     ids = [torch.tensor(list(sample.id.encode()), dtype=torch.uint8) for sample in samples]
