@@ -7,13 +7,16 @@ import numpy as np
 from conf.runtime import say
 from conf.schema import RunConfig
 from data.corpus import Facts, read_facts
-from data.dialects import RowRefused
+from data.dialects import RowRefused, read_row
 from data.records import Conversation, PreparedData
 from data.render import ChatTemplate
-from data.sources import RowLog, find_files, read_conversations
+from data.sources import find_files, read_rows
 from data.split import prompt_digest
 from data.template import encode_prompt
 from models.vocab import DraftVocab, draft_vocab_size
+
+TURN_KEYS = ("conversations", "messages", "turns")
+USER = ("user", "human")
 
 
 def say_summary(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) -> None:
@@ -71,21 +74,36 @@ def say_overlap(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) 
     there = [path for path in cfg.eval.prompts if Path(path).expanduser().is_file()]
     if not there:
         return
-    log = RowLog()
-    asked = []
-    for talk in read_conversations(find_files(there, "eval.prompts"), log, prompts=True):
-        try:
-            asked.append(first_prompt(talk, template))
-        except RowRefused as refusal:
-            log.withdraw(refusal, talk.id)
+    asked: list[int] = []
+    unread = 0
+    for file in find_files(there, "eval.prompts"):
+        for row in read_rows(file):
+            try:
+                turns = read_row(first_turn(row.decode()), row.where, prompts=True)
+                asked.append(digest_of_prompt(turns.conversation, template))
+            except RowRefused:
+                unread += 1
     training = prepared.samples.prompts[~prepared.samples.held_out].numpy()
     found = int(np.isin(np.array(asked, np.int64), training).sum())
-    unread = f" ({log.rows_in - log.rows_out:,} rows not compared)" if log.skipped else ""
-    say(f"  eval.prompts: {found:,} of {len(asked):,} are training prompts{unread}")
+    more = f" ({unread:,} rows not compared)" if unread else ""
+    say(f"  eval.prompts: {found:,} of {len(asked):,} are training prompts{more}")
 
 
-def first_prompt(talk: Conversation, template: ChatTemplate) -> int:
+def first_turn(value: object) -> object:
+    """A record of a prompt file, cut after its first user turn.
+
+    There all user turns may follow one another, or stand as texts below ``turns``.
+    """
+    if not isinstance(value, dict):
+        return value
+    listed = next((value[key] for key in TURN_KEYS if isinstance(value.get(key), list)), [])
+    turns = [
+        {"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in listed
+    ]
+    asks = [isinstance(turn, dict) and turn.get("role", turn.get("from")) in USER for turn in turns]
+    return {**value, "messages": turns[: asks.index(True) + 1] if True in asks else turns}
+
+
+def digest_of_prompt(talk: Conversation, template: ChatTemplate) -> int:
     """The digest of what the verifier reads before its first answer."""
-    last = next(i for i, turn in enumerate(talk.turns) if turn.role == "user")
-    ids = encode_prompt(talk.turns[: last + 1], template.tokenizer, template.kwargs)
-    return prompt_digest(ids)
+    return prompt_digest(encode_prompt(talk.turns, template.tokenizer, template.kwargs))

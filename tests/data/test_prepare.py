@@ -428,13 +428,13 @@ def test_prompts_of_the_evaluation_are_looked_for(cfg, tmp_path, capsys):
     trained = [name for name, out in held(prepare(cfg)).items() if not out]
     asked = [row(name, f"question {name[1:]}") for name in [*trained[:3], "p777", "p888"]]
     asked[0]["messages"] += [{"role": "user", "content": "and then?"}]  # the first turn counts
-    asked.append({"id": "x"})
+    asked += [{"id": "x"}, {"turns": [f"question {trained[3][1:]}", "and then?"]}]
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(one) for one in asked))
     cfg.eval.prompts = [str(file)]
     capsys.readouterr()
     prepare(cfg)
-    expected = "eval.prompts: 3 of 5 are training prompts (1 rows not compared)"
+    expected = "eval.prompts: 4 of 6 are training prompts (1 rows not compared)"
     assert expected in capsys.readouterr().out
 
 
