@@ -7,7 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from conf.schema import FULL, Attention, ConfigError, RunConfig, Stage
+from conf.schema import FULL, HUB, Attention, ConfigError, RunConfig, Stage
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -220,6 +220,8 @@ def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
         if not paths:
             yield f"{knob}=[]: is empty; {remedy}, then {knob}=FILE"
         for path in paths:
+            if knob == "data.path" and path.startswith(HUB):
+                continue  # only the hub knows
             place = Path(path).expanduser()
             if not place.exists() or (knob == "eval.prompts" and not place.is_file()):
                 yield f"{knob}={path}: no such file; {remedy}"

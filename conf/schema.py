@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any
 
 MISSING: Any = "???"  # what OmegaConf reads as "must be given"; the schema needs no library
+HUB = "hub:"  # opens the name of a hub data set among paths
 
 
 FULL = "full"  # of draft.vocab_size: the head scores every token of the verifier
@@ -109,9 +110,9 @@ class DraftSection:
 
 @dataclass
 class DataSection:
-    path: list[str] = field(
-        default_factory=list
-    )  # conversation files or folders (json, jsonl, parquet)
+    # Conversation files (json, jsonl, either also .gz or .zst; parquet), folders of them, and hub
+    # data sets as hub:OWNER/NAME, hub:OWNER/NAME:CONFIG or hub:OWNER/NAME:CONFIG@SPLIT (train)
+    path: list[str] = field(default_factory=list)
     max_length: int = 2048  # tokens a sample; longer ones are cut after the last whole token
     valid_share: float = 0.05  # share of conversation ids held out for acceptance
     max_samples: int | None = None  # read at most so many conversations

@@ -50,7 +50,7 @@ class Provenance:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFacts:
     """What one entry of data.path gave."""
 
     path: str
@@ -66,7 +66,7 @@ class Origin:
     """What is known before the samples are counted."""
 
     made_with: Provenance
-    sources: list[Source]
+    sources: list[SourceFacts]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Facts:
 
     made_with: Provenance
     rows: Skipped
-    sources: list[Source]
+    sources: list[SourceFacts]
     held_out: int  # samples
     duplicates: int  # samples equal to an earlier one, those left out included
     moved: int  # samples that data.split would not hold out as their prompt is trained on
@@ -217,7 +217,7 @@ def read_facts(folder: Path) -> Facts:
     return Facts(
         made_with=Provenance(**known["made_with"]),
         rows=Skipped(**known["rows"]),
-        sources=[Source(**one) for one in known["sources"]],
+        sources=[SourceFacts(**one) for one in known["sources"]],
         held_out=known["held_out"],
         duplicates=known["duplicates"],
         moved=known["moved"],

@@ -20,13 +20,13 @@ from conf.compose import entry
 from conf.runtime import cache_dir, fingerprint, progress, say
 from conf.schema import ConfigError, DataSection, RunConfig
 from data.columns import Columns
-from data.corpus import FORMAT, Chosen, Origin, Provenance, Source, load_prepared, write
+from data.corpus import FORMAT, Chosen, Origin, Provenance, SourceFacts, load_prepared, write
 from data.encoder import Chunk, EncodedChunk, EncoderJob
 from data.prepare_report import say_summary
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.rows import Row
-from data.sources import FileDigest, RowLog, digest, find_files, read_rows
+from data.sources import FileDigest, RowLog, Source, digest, find_files, read_rows
 from data.split import copies, split
 from data.template import TEMPLATE_REASONS
 from data.workers import encode_chunks
@@ -45,7 +45,7 @@ class Entry:
 
     path: str
     weight: float
-    files: list[Path]
+    files: list[Source]
     digests: list[FileDigest]
 
 
@@ -176,10 +176,10 @@ def joined(inputs: Inputs) -> str:
     return ",".join(inputs.section.path)
 
 
-def read_all(cfg: RunConfig, inputs: Inputs, columns: Columns, log: RowLog) -> list[Source]:
+def read_all(cfg: RunConfig, inputs: Inputs, columns: Columns, log: RowLog) -> list[SourceFacts]:
     """Read and encode every row into ``columns``, and count what each entry gave."""
     job = EncoderJob(cfg.verifier, cfg.data, cache_dir(cfg), inputs.vocab_size)
-    sources = [Source(one.path, one.weight) for one in inputs.entries]
+    sources = [SourceFacts(one.path, one.weight) for one in inputs.entries]
     limit = cfg.data.max_samples
     rows = sum(file.lines for one in inputs.entries for file in one.digests)
     bar = cast(tqdm, progress((), min(rows, limit or rows), "prepare", "row"))
@@ -205,7 +205,7 @@ def chunks_of(inputs: Inputs) -> Iterator[Chunk]:
             yield Chunk(number, one.weight, rows)
 
 
-def some_rows(files: list[Path]) -> Iterator[list[Row]]:
+def some_rows(files: list[Source]) -> Iterator[list[Row]]:
     """The rows of ``files``, CHUNK_ROWS or about CHUNK_BYTES at a time."""
     rows: list[Row] = []
     size = 0

@@ -90,6 +90,12 @@ def text_rows(file: Path, array: bool) -> Iterator[Row]:
         yield Row(f"{file.name}:row {number + 1}", broken=CUT_STREAM)
 
 
+def starts(file: Path) -> bool:
+    """Whether a text file holds anything but blanks. Raises OSError where it cannot be read."""
+    with open_text(file) as stream:
+        return bool(first_bytes(stream))
+
+
 def holds_lines(file: Path) -> bool:
     """Whether a .json file is jsonl under another name: its first line is a whole object."""
     with open_text(file) as stream:

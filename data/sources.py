@@ -1,4 +1,4 @@
-"""Conversation files: json, jsonl, parquet or folders of them, read row by row with nothing lost.
+"""Sources of conversations: files, folders of them, and hub data sets, with nothing lost.
 
 Every row read becomes a conversation or is counted under the reason why not; a broken row never
 stops the job. A file that cannot be opened at all does, with a ConfigError that names it.
@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conf.runtime import say
-from conf.schema import ConfigError
+from conf.schema import HUB, ConfigError
 from data.dialects import Reading, RowRefused, read_row
 from data.records import Conversation, Skipped
-from data.rows import Row, text_rows
+from data.rows import BLOCK, COMPRESSED, Row, starts, text_rows
+from data.tables import HubSplit, hub_facts, hub_rows, hub_split, parquet_count, parquet_rows
 
 EXTENSIONS = (
     *(".json", ".jsonl", ".parquet"),
     *(".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
 )
-BLOCK = 1 << 20
+Source = Path | HubSplit
 
 
 @dataclass
@@ -75,11 +76,11 @@ class RowLog:
         return "; ".join(f"{n} x {reason} (first: {self.first[reason]})" for reason, n in ordered)
 
 
-def find_files(paths: list[str], knob: str = "data.path") -> list[Path]:
-    """The files behind ``paths``, folders expanded in the order of their names.
+def find_files(paths: list[str], knob: str = "data.path") -> list[Source]:
+    """The sources behind ``paths``, folders expanded in the order of their names.
 
     Raises ConfigError for a path that does not exist, a folder without data, an extension that is
-    not read, and an empty list.
+    not read, an empty file, and an empty list.
     """
     maker = (
         "" if knob.startswith("regenerate") else "make one with python -m data.regenerate, then "
@@ -87,26 +88,38 @@ def find_files(paths: list[str], knob: str = "data.path") -> list[Path]:
     remedy = f"{maker}give {knob}=FILE.jsonl"
     if not paths:
         raise ConfigError(f"{knob}=[]: names no conversation file; {remedy}")
-    files: list[Path] = []
+    found: list[Source] = []
     for name in paths:
+        if name.startswith(HUB):
+            found.append(hub_split(name, knob))
+            continue
         path = Path(name).expanduser()
-        if path.is_dir():
-            inside = [file for file in sorted(path.rglob("*")) if is_data(file, path)]
-            if not inside:
-                raise ConfigError(
-                    f"{knob}={name}: the folder holds no {', '.join(EXTENSIONS)} file; {remedy}"
-                )
-            files += inside
-        elif not path.exists():
+        inside = [file for file in sorted(path.rglob("*")) if is_data(file, path)]
+        if path.is_dir() and not inside:
+            raise ConfigError(
+                f"{knob}={name}: the folder holds no {', '.join(EXTENSIONS)} file; {remedy}"
+            )
+        if not path.exists():
             raise ConfigError(f"{knob}={name}: no such file or folder; {remedy}")
-        elif not kind_of(path):
+        if not path.is_dir() and not kind_of(path):
             raise ConfigError(
                 f"{knob}={name}: the extension {path.suffix or '(none)'} is not read; rename the "
                 f"file to one of {', '.join(EXTENSIONS)}"
             )
-        else:
-            files.append(path)
-    return files
+        for file in inside or [path]:
+            refuse_empty(file, knob)
+            found.append(file)
+    return found
+
+
+def refuse_empty(file: Path, knob: str) -> None:
+    """Raise ConfigError for a file without content, before anything is made of the others."""
+    try:
+        empty = file.stat().st_size == 0 or (kind_of(file) != ".parquet" and not starts(file))
+    except OSError as error:
+        raise unreadable(file, error) from error
+    if empty:
+        raise ConfigError(f"{knob}={file}: the file is empty; delete it or write it anew")
 
 
 def is_data(file: Path, folder: Path) -> bool:
@@ -116,7 +129,7 @@ def is_data(file: Path, folder: Path) -> bool:
 
 
 def read_conversations(
-    files: list[Path], log: RowLog, max_samples: int | None = None, prompts: bool = False
+    files: list[Source], log: RowLog, max_samples: int | None = None, prompts: bool = False
 ) -> Iterator[Conversation]:
     """Yield the conversations of ``files`` in order; ``log`` keeps count.
 
@@ -144,19 +157,27 @@ def read_one(row: Row, prompts: bool = False) -> Reading | RowRefused:
         return refusal
 
 
-def read_rows(file: Path) -> Iterator[Row]:
-    """The records of one file, not decoded where they are text.
+def read_rows(source: Source) -> Iterator[Row]:
+    """The records of one source, not decoded where they are text.
 
-    Raises ConfigError when the file cannot be read at all.
+    Raises ConfigError when it cannot be read at all.
     """
-    kind = kind_of(file)
+    if isinstance(source, HubSplit):
+        yield from hub_rows(source)
+        return
+    kind = kind_of(source)
     try:
         if kind == ".parquet":
-            yield from read_table(file)
+            yield from parquet_rows(source)
         else:
-            yield from text_rows(file, array=kind.startswith(".json") and ".jsonl" not in kind)
+            yield from text_rows(source, array=not kind.startswith(".jsonl"))
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror or error})") from error
+        raise unreadable(source, error) from error
+
+
+def unreadable(file: Path, error: OSError) -> ConfigError:
+    reason = str(error.strerror or error).rstrip(".")
+    return ConfigError(f"{file}: cannot be read ({reason}); write it anew or leave it out")
 
 
 def kind_of(file: Path) -> str:
@@ -165,34 +186,26 @@ def kind_of(file: Path) -> str:
     return next((kind for kind in EXTENSIONS if name.endswith(kind)), "")
 
 
-def read_table(file: Path) -> Iterator[Row]:
-    """The rows of a parquet file, streamed. Raises ConfigError when it is none."""
-    from datasets import load_dataset  # a second of imports that the json formats need not wait for
-
-    try:
-        table = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
-        for number, value in enumerate(table, 1):
-            yield Row(f"{file.name}:row {number}", value=value)
-    except ValueError as error:  # what the parquet reader raises for a damaged file
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{file}: is no readable parquet file ({reason}); write it anew"
-        ) from error
-
-
 @dataclass(frozen=True)
 class FileDigest:
     name: str
     sha256: str
-    lines: int  # newlines: the number of rows, if there is one a line
+    lines: int  # rows if there is one a line, or as a table says; 0 where only reading tells
 
 
-def digest(file: Path) -> FileDigest:
-    """Fingerprint one file by its content, about a second a gigabyte."""
+def digest(source: Source) -> FileDigest:
+    """Fingerprint one source by its content, about a second a gigabyte; the hub's by its commit."""
+    if isinstance(source, HubSplit):
+        facts = hub_facts(source)
+        return FileDigest(source.name, facts.sha256, facts.count)
     sha256 = hashlib.sha256()
     lines = 0
-    with file.open("rb") as stream:
+    with source.open("rb") as stream:
         while block := stream.read(BLOCK):
             sha256.update(block)
             lines += block.count(b"\n")
-    return FileDigest(file.name, sha256.hexdigest(), lines)
+    if kind_of(source) == ".parquet":
+        lines = parquet_count(source)
+    elif source.suffix.lower() in COMPRESSED:
+        lines = 0
+    return FileDigest(source.name, sha256.hexdigest(), lines)
