@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,6 +71,12 @@ def say(text: str = "") -> None:
     elif RankInfo.from_env().is_main:
         print(text, flush=True)  # noqa: T201  the one door to standard output
         note_in_log(text)
+
+
+@cache
+def note_once(text: str) -> None:
+    """Say ``text`` the first time, as a note."""
+    say(f"note: {text}")
 
 
 def note_in_log(text: str) -> None:

@@ -27,8 +27,8 @@ from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.rows import Row
 from data.sources import FileDigest, RowLog, Source, digest, find_files, read_rows
+from data.spans import TEMPLATE_REASONS
 from data.split import copies, split
-from data.template import TEMPLATE_REASONS
 from data.workers import encode_chunks
 from models.verifier import load_facts, load_tokenizer
 

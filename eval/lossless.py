@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from conf.compose import load_saved, sentence_on_error
-from conf.runtime import cache_dir, progress, say
+from conf.runtime import cache_dir, note_once, progress, say
 from conf.schema import ConfigError, RunSection
 from data.dialects import RowRefused
 from data.distributed import pick_device
 from data.records import Turn
-from data.template import encode_prompt, note_once
+from data.template import encode_prompt
 from eval.decode import DecodeSettings, Generation, decode_plain, decode_speculative
 from eval.parser import Parser
 from eval.prompts import EvalPrompt, read_prompts, take

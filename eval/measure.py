@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from conf.runtime import progress
+from conf.runtime import note_once, progress
 from data.dialects import RowRefused
 from data.records import TokenizedSample, Turn
-from data.template import encode_prompt, note_once
+from data.template import encode_prompt
 from eval.acceptance import Counters, NgramTable, total
 from eval.decode import DecodeSettings, Generation, Round, decode_plain, decode_speculative
 from eval.lossless import Difference, compare

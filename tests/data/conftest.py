@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
+from conf.schema import VerifierSection
 from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
 from data.records import PreparedData, Samples, Skipped, TokenizedSample
 from data.shards import HiddenStateShard, SampleStates, describe, plan_spans, write_shard
+from models.verifier import load_tokenizer
 
+SPECIAL = ["<s>", "</s>", "<|end|>", "<|return|>", "<|eot|>", "<|user|>", "<|call|>", "<|start|>"]
 LENGTHS = [5, 9, 33, 12, 7, 64, 21, 18, 40, 11, 6, 27, 50, 14, 8, 30, 19, 23, 10, 16]
 
 
@@ -97,3 +102,19 @@ def random_states(index: int, length: int) -> SampleStates:
     last = torch.randn(length, 8, generator=generator).bfloat16()
     argmax = torch.randint(128, (length,), generator=generator)
     return SampleStates(aux, last, argmax, torch.rand(length, generator=generator))
+
+
+@pytest.fixture
+def with_template(
+    tiny_verifier: Path, tmp_path: Path
+) -> Callable[[str | None], PreTrainedTokenizerFast]:
+    """The tiny tokenizer with some special tokens more and another chat template."""
+
+    def make(template: str | None) -> PreTrainedTokenizerFast:
+        tokenizer = load_tokenizer(VerifierSection(path=str(tiny_verifier)), tmp_path)
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        tokenizer.add_tokens([AddedToken(word, special=True) for word in SPECIAL])
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make

@@ -3,14 +3,13 @@
 In the tiny tokenizer a character is a token, so a mask can be read off the marked text.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -25,7 +24,6 @@ from data.template import encode as encode_one
 from data.template import encode_all, encode_prompt
 from models.verifier import load_tokenizer
 
-EXTRA = ["<s>", "</s>", "<|end|>", "<|return|>", "<|eot|>", "<|user|>"]
 LLAMA = (  # trims, and its header ends with an empty line
     "{{ bos_token }}{% for m in messages %}"
     "{{ '[' + m['role'] + ']\n\n' + m['content'] | trim + '<|eot|>' }}"
@@ -84,17 +82,6 @@ MARKED = {
 def tokenizer(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory):
     section = VerifierSection(path=str(tiny_verifier))
     return load_tokenizer(section, tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture
-def with_template(tiny_verifier: Path, tmp_path: Path) -> Callable:
-    def make(template: str) -> PreTrainedTokenizerFast:
-        tokenizer = load_tokenizer(VerifierSection(path=str(tiny_verifier)), tmp_path)
-        tokenizer.add_tokens([AddedToken(word, special=True) for word in EXTRA])
-        tokenizer.chat_template = template
-        return tokenizer
-
-    return make
 
 
 def talk(*contents: str, **flags) -> Conversation:
