@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import HUB, ConfigError
-from data.rows import Row
+from data.rows import BLOCK, Row
 
 SPELLING = re.compile(r"hub:(?P<name>[^:@]+)(:(?P<config>[^:@]+))?(@(?P<split>[^:@]+))?")
 BATCH = 256  # rows decoded together: more are no faster, and long rows fill the memory
@@ -52,7 +52,8 @@ def parquet_rows(file: Path) -> Iterator[Row]:
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        # Streamed: the defaults hold a whole row group, which may be the whole file.
+        with pyarrow.parquet.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False) as table:
             for batch in table.iter_batches(batch_size=BATCH):
                 for row in batch_rows(batch, file.name, number):
                     number += 1

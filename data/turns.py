@@ -21,6 +21,7 @@ PART_KINDS = {
     **dict.fromkeys(("video", "video_url", "file", "document"), "media"),
 }
 NO_TEXT = "turn without text"
+FOREIGN_PART = "tool call or reasoning outside an assistant turn"
 NO_CALL = "tool call that is no JSON object with a name"
 NO_ARGUMENTS = "tool call whose arguments are no JSON object"
 # {"name": "f", "arguments": '{"x": 1}'}: glaive's data quotes the arguments like this.
@@ -58,6 +59,8 @@ def read_turn(turn: dict, role: str, names: dict[str, str]) -> list[Turn]:
     if role == "call":
         return [Turn("assistant", "", calls=read_calls(content, names))]
     if role == "tool":
+        if first_of(turn, *REASONING, *CALLS) not in (None, [], ""):
+            raise RowRefused(FOREIGN_PART)
         return [tool_turn(turn, content, names)]
     pieces: list[Turn] = []
     thoughts = first_of(turn, *REASONING)
@@ -73,7 +76,7 @@ def read_turn(turn: dict, role: str, names: dict[str, str]) -> list[Turn]:
     if content is None and not any(piece.calls or piece.reasoning for piece in pieces):
         raise RowRefused(NO_TEXT)
     if role != "assistant" and any(piece.calls or piece.reasoning for piece in pieces):
-        raise RowRefused("tool call or reasoning outside an assistant turn")
+        raise RowRefused(FOREIGN_PART)
     return joined(pieces or [Turn(role, "")], "\n")
 
 
@@ -156,7 +159,7 @@ def tool_turn(turn: dict, content: object, names: dict[str, str]) -> Turn:
     if isinstance(content, list) and all(is_part(part) for part in content):
         pieces = [read_part(part, "tool", names) for part in content]
         if any(piece.calls or piece.reasoning for piece in pieces):
-            raise RowRefused("tool call or reasoning outside an assistant turn")
+            raise RowRefused(FOREIGN_PART)
         content = "\n".join(piece.content for piece in pieces)
         name = name or next((piece.name for piece in pieces if piece.name), "")
     if isinstance(content, dict | list):
