@@ -21,7 +21,7 @@ from conf.runtime import cache_dir, fingerprint, progress, say
 from conf.schema import ConfigError, DataSection, RunConfig
 from data.columns import Columns
 from data.corpus import FORMAT, Chosen, Origin, Provenance, SourceFacts, load_prepared, write
-from data.encoder import Chunk, EncodedChunk, EncoderJob
+from data.encoder import Chunk, EncodedChunk, Encoder, EncoderJob
 from data.prepare_report import say_summary
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
@@ -179,11 +179,12 @@ def joined(inputs: Inputs) -> str:
 def read_all(cfg: RunConfig, inputs: Inputs, columns: Columns, log: RowLog) -> list[SourceFacts]:
     """Read and encode every row into ``columns``, and count what each entry gave."""
     job = EncoderJob(cfg.verifier, cfg.data, cache_dir(cfg), inputs.vocab_size)
+    encoder = Encoder(job, inputs.template)
     sources = [SourceFacts(one.path, one.weight) for one in inputs.entries]
     limit = cfg.data.max_samples
     rows = sum(file.lines for one in inputs.entries for file in one.digests)
     bar = cast(tqdm, progress((), min(rows, limit or rows), "prepare", "row"))
-    with closing(encode_chunks(chunks_of(inputs), job, cfg.data.workers)) as encoded:
+    with closing(encode_chunks(chunks_of(inputs), encoder, cfg.data.workers)) as encoded:
         for found in encoded:
             chunk = found
             if limit is not None:

@@ -28,12 +28,13 @@ FEW = 8  # chunks that one process encodes before workers would have started
 
 
 def encode_chunks(
-    chunks: Iterable[Chunk], job: EncoderJob, workers: int | None
+    chunks: Iterable[Chunk], encoder: Encoder, workers: int | None
 ) -> Generator[EncodedChunk]:
     """Encode ``chunks`` in ``workers`` processes and yield the results in order.
 
-    With one it happens in this process. None: one a core that this process may use, MOST at most;
-    or this process alone when there are fewer than FEW chunks. Raises JobError when a worker dies.
+    With one it happens in this process, by ``encoder`` itself. None: one a core that this process
+    may use, MOST at most; or this process alone when there are fewer than FEW chunks. Raises
+    JobError when a worker dies.
     """
     waiting = iter(chunks)
     if workers is None:
@@ -41,12 +42,11 @@ def encode_chunks(
         waiting = chain(head, waiting)
         workers = 1 if len(head) < FEW else min(len(os.sched_getaffinity(0)), MOST)
     if workers == 1:
-        encoder = Encoder(job)
         yield from map(encoder.encode, waiting)
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(job,))
+    pool = ProcessPoolExecutor(workers, context, initializer=begin, initargs=(encoder.job,))
     try:
         yield from in_order(pool, waiting, workers * AHEAD)
     except BrokenProcessPool as error:
@@ -86,7 +86,7 @@ def begin(job: EncoderJob) -> None:
     assert parent is not None
     threading.Thread(target=follow, args=(parent.sentinel,), daemon=True).start()
     Here.said = hold_lines()
-    Here.encoder = Encoder(job)
+    Here.encoder = Encoder.load(job)
 
 
 def follow(parent: Any) -> None:
