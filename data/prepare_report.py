@@ -26,9 +26,14 @@ def say_summary(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) 
     supervised = sum(source.supervised for source in facts.sources)
     say(f"  tokens {tokens:,}, of which {supervised / tokens:.1%} are supervised")
     say(
-        f"  duplicates {facts.duplicates:,}; held-out samples whose prompt is trained on "
-        f"{facts.overlap:,}, besides {facts.moved:,} that were moved to training for it"
+        f"  duplicates {facts.duplicates:,}; moved from held-out to training, where their prompt "
+        f"is too: {facts.moved:,}"
     )
+    if facts.overlap:
+        say(
+            f"  all samples hang together by their prompts: {facts.overlap:,} held-out ones have "
+            "a prompt that is trained on"
+        )
     say_vocabulary(cfg, prepared)
     say_overlap(cfg, prepared, template)
     say(f"  in {prepared.folder}")
