@@ -23,9 +23,11 @@ TOO_LONG = "row longer than 256 MiB"
 CUT_ARRAY = "array cut off or broken: all that follows is lost"
 CUT_STREAM = "compressed file cut off or damaged: all that follows is lost"
 NOT_BLANK = re.compile(rb"[^ \t\r\n]")
-STRING_END = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # up to the quote, or no further
-INSIDE = re.compile(rb'["\[\]{}]')  # what matters inside an item
-BETWEEN = re.compile(rb'["\[\]{},]')  # and at its own level
+# Up to the quote that closes a string, or no further than the text goes.
+STRING_END = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+# Whole strings and what stands between them: up to a bracket, an open string, or the end.
+NO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"' + STRING_END.pattern + rb'")*+', re.DOTALL)
+SCALAR_END = re.compile(rb'["\[\]{},]')
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class Row:
         if not self.raw:
             return self.value
         try:
-            # Raw control characters inside strings are let through: people do hand in raw tabs.
-            return json.loads(self.raw.decode("utf-8"), strict=False, object_pairs_hook=whole)
+            return DECODER.decode(self.raw.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise RowRefused("not UTF-8 text") from error
         except RowRefused:
@@ -60,6 +61,10 @@ def whole(pairs: list) -> dict:
     if len(found) < len(pairs):
         raise RowRefused("a key given twice in one object")
     return found
+
+
+# Raw control characters inside strings are let through: people do hand in raw tabs.
+DECODER = json.JSONDecoder(strict=False, object_pairs_hook=whole)
 
 
 def open_text(file: Path) -> BinaryIO:
@@ -90,10 +95,10 @@ def text_rows(file: Path, array: bool) -> Iterator[Row]:
         yield Row(f"{file.name}:row {number + 1}", broken=CUT_STREAM)
 
 
-def starts(file: Path) -> bool:
-    """Whether a text file holds anything but blanks. Raises OSError where it cannot be read."""
+def start_of(file: Path) -> bytes:
+    """What a text file begins with, blanks apart. Raises OSError where it cannot be read."""
     with open_text(file) as stream:
-        return bool(first_bytes(stream))
+        return first_bytes(stream)
 
 
 def holds_lines(file: Path) -> bool:
@@ -205,20 +210,36 @@ class Cursor:
         """The item that starts here; moves behind it. Raises ValueError when it does not end."""
         del self.text[: self.at]
         self.at = 0
+        if self.text[:1] in (b"{", b"["):
+            self.skip_brackets()
+        else:
+            self.skip_scalar()
+        return bytes(self.text[: self.at]).strip()
+
+    def skip_brackets(self) -> None:
+        """Move behind the bracket that closes the one here."""
         depth = 0
-        while found := self.find(INSIDE if depth else BETWEEN):
-            if found in b",]}" and not depth:
-                break  # what ends a number or a word
+        while True:
+            skipped = NO_BRACKET.match(self.text, self.at)
+            assert skipped  # it matches nothing as well
+            self.at = skipped.end()
+            found = self.text[self.at : self.at + 1]
             if found == b'"':
                 self.skip_string()
-                continue
-            self.at += 1
-            depth += 1 if found in b"[{" else -1
-            if not depth:
-                break
-        if not found or not self.at:
+            elif found:
+                self.at += 1
+                depth += 1 if found in b"{[" else -1
+                if not depth:
+                    return
+            elif not self.more():
+                raise ValueError("a bracket without end")
+
+    def skip_scalar(self) -> None:
+        """Move behind the number, word or string here."""
+        while (found := self.find(SCALAR_END)) == b'"':
+            self.skip_string()
+        if not self.at or found not in (b",", b"]"):
             raise ValueError("no whole item")
-        return bytes(self.text[: self.at]).strip()
 
     def skip_string(self) -> None:
         """Move behind the string that starts here."""

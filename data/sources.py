@@ -13,13 +13,20 @@ from conf.runtime import say
 from conf.schema import HUB, ConfigError
 from data.dialects import Reading, RowRefused, read_row
 from data.records import Conversation, Skipped
-from data.rows import BLOCK, COMPRESSED, Row, starts, text_rows
-from data.tables import HubSplit, hub_facts, hub_rows, hub_split, parquet_count, parquet_rows
+from data.rows import BLOCK, COMPRESSED, Row, start_of, text_rows
+from data.tables import HubSplit, hub_facts, hub_rows, hub_split, parquet_count, parquet_rows, words
 
 EXTENSIONS = (
     *(".json", ".jsonl", ".parquet"),
     *(".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
 )
+FOREIGN = {  # how a file begins that is no plain text, and what to do about it
+    b"\xff\xfe": "the file is UTF-16; save it as UTF-8",
+    b"\xfe\xff": "the file is UTF-16; save it as UTF-8",
+    b"\x1f\x8b": "the file is compressed; let its name end with .gz as well",
+    b"\x28\xb5\x2f\xfd": "the file is compressed; let its name end with .zst as well",
+    b"PAR1\x15": "the file is a parquet table; let its name end with .parquet",
+}
 Source = Path | HubSplit
 
 
@@ -107,19 +114,25 @@ def find_files(paths: list[str], knob: str = "data.path") -> list[Source]:
                 f"file to one of {', '.join(EXTENSIONS)}"
             )
         for file in inside or [path]:
-            refuse_empty(file, knob)
+            refuse_useless(file, knob)
             found.append(file)
     return found
 
 
-def refuse_empty(file: Path, knob: str) -> None:
-    """Raise ConfigError for a file without content, before anything is made of the others."""
+def refuse_useless(file: Path, knob: str) -> None:
+    """Raise ConfigError for a file without a row to read, before anything is made of the others."""
     try:
-        empty = file.stat().st_size == 0 or (kind_of(file) != ".parquet" and not starts(file))
+        if kind_of(file) == ".parquet":
+            start = b"" if file.stat().st_size == 0 else b"PAR1"  # reading it checks the rest
+        else:
+            start = start_of(file)
     except OSError as error:
         raise unreadable(file, error) from error
-    if empty:
+    if not start:
         raise ConfigError(f"{knob}={file}: the file is empty; delete it or write it anew")
+    for mark, remedy in FOREIGN.items():
+        if start.startswith(mark):
+            raise ConfigError(f"{knob}={file}: {remedy}")
 
 
 def is_data(file: Path, folder: Path) -> bool:
@@ -176,7 +189,7 @@ def read_rows(source: Source) -> Iterator[Row]:
 
 
 def unreadable(file: Path, error: OSError) -> ConfigError:
-    reason = str(error.strerror or error).rstrip(".")
+    reason = error.strerror or words(error)
     return ConfigError(f"{file}: cannot be read ({reason}); write it anew or leave it out")
 
 

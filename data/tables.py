@@ -58,10 +58,9 @@ def parquet_rows(file: Path) -> Iterator[Row]:
                 for row in batch_rows(batch, file.name, number):
                     number += 1
                     yield row
-    except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+    except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
-            f"{file}: is no readable parquet file ({reason}); write it anew"
+            f"{file}: is no readable parquet file ({words(error)}); write it anew"
         ) from error
 
 
@@ -97,7 +96,7 @@ def parquet_count(file: Path) -> int:
 
     try:
         return pyarrow.parquet.read_metadata(file).num_rows
-    except pyarrow.ArrowException:
+    except (pyarrow.ArrowException, OSError):
         return 0  # reading it says why
 
 
@@ -146,8 +145,12 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
 
 def hub_error(source: HubSplit, error: Exception) -> ConfigError:
-    reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
     return ConfigError(
-        f"{source.name}: the hub does not give it ({reason}); check name, config, split and login, "
-        "or download its files and give their folder"
+        f"{source.name}: the hub does not give it ({words(error)}); check name, config, split and "
+        "login, or download its files and give their folder"
     )
+
+
+def words(error: Exception) -> str:
+    """What a library says, as part of a sentence: libraries like several lines."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -97,6 +97,8 @@ def test_errors_answer_before_torch_is_imported():
 def test_a_string_is_a_list_of_one():
     cfg = load_config([STAGES, "data.path=a.jsonl"])
     assert cfg.data.path == ["a.jsonl"]
+    hub = "hub:owner/name:en@test"
+    assert load_config(["stages=[prepare]", f"data.path={hub}"]).data.path == [hub]
     assert load_config(["stages=train"]).stages == [Stage.train]
     assert {"data.path", "stages", "verifier.aux_layers", "eval.prompts"} <= knobs_holding(list)
 

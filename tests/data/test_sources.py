@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -175,6 +176,21 @@ def test_an_empty_file_is_named_before_anything_is_read(tmp_path, name, content)
             find_files([str(path)])
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"messages": []}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (gzip.compress(b"{}"), r"is compressed; let its name end with \.gz as well"),
+        (pyarrow.compress(b"{}", "zstd", asbytes=True), r"is compressed; .* with \.zst as well"),
+        (b"PAR1\x15\x04", r"is a parquet table; let its name end with \.parquet"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named_with_the_way_out(tmp_path, content, message):
+    file = save(tmp_path / "a.jsonl", content)
+    with pytest.raises(ConfigError, match=rf"^data\.path=\S*a\.jsonl: the file {message}"):
+        find_files([str(file)])
+
+
 def test_a_compressed_file_that_is_none_is_named(tmp_path):
     file = save(tmp_path / "a.jsonl.gz", lines(row("a")))
     with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read \(zlib inflate failed"):
@@ -197,6 +213,33 @@ def test_a_reading_or_a_refusal_of_each_row_travels_between_processes(tmp_path):
     assert isinstance(answers[0], Reading)
     reasons = [one.reason for one in answers[1:] if isinstance(one, RowRefused)]
     assert reasons == ["no turns", "turn without a role", "unparsable JSON"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.zst", "a.parquet"])
+def test_bytes_changed_at_random_never_hang_or_crash(tmp_path, name):
+    """Every row is kept or counted; a file that cannot be read at all is a ConfigError."""
+    dice = random.Random(name)
+    good = [row(f"n{n}", 'é "x" \\ \n]}' * 3) for n in range(20)]
+    text = (lines(*good) if "jsonl" in name else json.dumps(good)).encode()
+    kept = 0
+    for _ in range(60):
+        file = save(tmp_path / name, text)
+        if name.endswith(".gz"):
+            file.write_bytes(gzip.compress(text))
+        elif name.endswith(".zst"):
+            file.write_bytes(pyarrow.compress(text, "zstd", asbytes=True))
+        elif name.endswith(".parquet"):
+            save_table(file, good)
+        whole = bytearray(file.read_bytes())
+        for _ in range(dice.choice([1, 3, 10])):
+            at = dice.randrange(len(whole))
+            whole[at : at + dice.choice([0, 1, 2])] = dice.randbytes(dice.choice([0, 1]))
+        file.write_bytes(whole[: dice.choice([len(whole), dice.randrange(len(whole))])])
+        try:
+            kept += len(read(*find_files([str(file)]))[0])
+        except ConfigError as error:
+            assert "\n" not in str(error)
+    assert kept or name.endswith((".gz", ".zst", ".parquet"))
 
 
 def test_max_samples_does_not_count_skipped_or_withdrawn_rows(tmp_path):
@@ -256,8 +299,19 @@ def test_messy_sharegpt_fits_its_labels(shared):
     doubled = {name for name, found in features.items() if "consecutive_same_role" in found}
     assert log.changed["two turns of one role merged"] == len(doubled - only_gpt - empty) == 3
     unknown = {name for name, found in features.items() if "unknown_role" in found}
-    assert unknown & set(names)  # chatgpt, bing and bard are the assistant
+    assert len(unknown) == 9
+    assert unknown <= set(names)  # chatgpt, bing and bard are the assistant, user is the user
     assert "unknown role" not in log.skipped
+    roles = {one["id"]: one["roles"] for one in rows}
+    found = {one.id: one for one in conversations(raw / "sharegpt_messy_100.jsonl")[0]}
+    answers = {"gpt", "chatgpt", "bing", "bard"}
+    for name in unknown:
+        said = [i for i, role in enumerate(roles[name]) if role in answers]
+        assert [t.role for t in found[name].turns].count("assistant") == len(said)
+    systems = {name for name, listed in roles.items() if listed[:1] == ["system"]}
+    assert {name for name in systems & set(found) if found[name].turns[0].role == "system"} == (
+        systems - system_alone
+    )
 
 
 def test_array_cut_off_as_it_was_published(shared):

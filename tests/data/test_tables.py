@@ -3,11 +3,13 @@
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets.exceptions import DatasetNotFoundError
 
 from conf.schema import ConfigError
 from data.rows import Row
@@ -177,3 +179,28 @@ def test_hub_that_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch):
         )
         assert "\n" not in message
         assert message.endswith("or download its files and give their folder")
+
+
+def test_gated_data_set_and_a_lost_connection_are_one_sentence(monkeypatch):
+    class Lost:
+        hash, info, config = "x", None, None
+
+        def as_streaming_dataset(self, split: str) -> "Lost":
+            return self
+
+        def decode(self, wanted: bool) -> Iterator[dict]:
+            yield {"id": "one", "messages": TURNS}
+            raise ConnectionError("lost\nit")
+
+    def gated(*_: object) -> None:
+        raise DatasetNotFoundError("Dataset 'a/b' is a gated dataset on the Hub.\nAsk for access.")
+
+    source = hub_split("hub:a/b", "data.path")
+    monkeypatch.setattr("datasets.load_dataset_builder", gated)
+    with pytest.raises(ConfigError, match=r"\(Dataset 'a/b' is a gated dataset on .* Ask for acc"):
+        read(source)
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_: Lost())
+    rows = read_rows(source)
+    assert next(rows).where == "hub:a/b@train:row 1"
+    with pytest.raises(ConfigError, match=r"^hub:a/b@train: the hub does not give it \(lost it\)"):
+        next(rows)
