@@ -45,6 +45,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "data.workers": "null",
     "regenerate.max_new_tokens": "512",
     "regenerate.batch_size": "64",
+    "preview.samples": "200",
     "capture.batch_tokens": "4096",
     "capture.shard_mib": "1024",
     "optim.batch_size": "16",
@@ -100,6 +101,7 @@ def shares(cfg: RunConfig) -> Iterator[str]:
     from_zero = {
         "optim.warmup_share": (cfg.optim.warmup_share, 0.04),
         "optim.min_lr_share": (cfg.optim.min_lr_share, 0.1),
+        "capture.min_agreement": (cfg.capture.min_agreement, 0.15),
     }
     for knob, (value, remedy) in from_zero.items():
         if not 0 <= value < 1:

@@ -145,6 +145,13 @@ class CaptureSection:
     tolerance: float = (
         0.02  # relative error allowed between head(stored last) and the verifier's logits
     )
+    min_agreement: float = 0.15  # no training below this share of top-1 choices; 0: train anyway
+
+
+@dataclass
+class PreviewSection:
+    samples: int = 200  # on the page that data.preview writes
+    page: str | None = None  # its file; null: preview.html beside the prepared samples
 
 
 @dataclass
@@ -228,6 +235,7 @@ class RunConfig:
     draft: DraftSection = field(default_factory=DraftSection)
     data: DataSection = field(default_factory=DataSection)
     regenerate: RegenerateSection = field(default_factory=RegenerateSection)
+    preview: PreviewSection = field(default_factory=PreviewSection)
     capture: CaptureSection = field(default_factory=CaptureSection)
     ttt: TTTSection = field(default_factory=TTTSection)
     loss: LossSection = field(default_factory=LossSection)

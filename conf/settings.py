@@ -7,10 +7,11 @@ from conf.runtime import plain, run_dir
 from conf.schema import ConfigError, RunConfig
 
 SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engine")
-# Knobs of those sections that a rerun may change: how fast, not what.
+# Knobs of those sections that a rerun may change: how fast and whether, not what.
 FREE = (
     "data.workers",
     "verifier.attention",
+    "capture.min_agreement",
     "optim.micro_batch_tokens",
     "engine.attention",
     "engine.compile",

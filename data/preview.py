@@ -1,19 +1,26 @@
-"""The preview: shows a person which text is supervised, how long samples are, what is covered.
+"""The preview: shows a person what is supervised, how long samples are, what is covered.
+
+Prints a few samples and the figures, and writes a page with more samples to leaf through.
 
 python -m data.preview [overrides]
 """
 
 import sys
 from itertools import groupby
+from pathlib import Path
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.compose import entry
-from conf.runtime import cache_dir, say
-from conf.schema import RunConfig
+from conf.runtime import cache_dir, say, write_atomically
+from conf.schema import ConfigError, RunConfig
+from data.corpus import read_facts
+from data.origin import find_agreement
 from data.prepare import prepare
-from data.records import TokenizedSample
+from data.preview_page import PageWriter
+from data.records import PreparedData, TokenizedSample
 from models.verifier import load_tokenizer
+from models.vocab import DraftVocab, draft_vocab_size
 
 SHOWN = 2  # samples printed
 BINS = 10
@@ -47,6 +54,69 @@ def histogram(lengths: list[int]) -> list[str]:
     return lines
 
 
+def figures(cfg: RunConfig, prepared: PreparedData, vocab: DraftVocab) -> list[str]:
+    """Lines about all of the samples."""
+    lengths = prepared.samples.lengths.tolist()
+    supervised = int(prepared.samples.mask.sum())
+    training = vocab.coverage(prepared.token_counts)
+    held_out = vocab.coverage(prepared.held_out_counts)
+    return [
+        *origin(cfg, prepared),
+        "",
+        f"tokens a sample ({len(lengths):,} samples, {sum(lengths):,} tokens)",
+        *histogram(lengths),
+        "",
+        f"supervised: {supervised:,} tokens, {supervised / sum(lengths):.1%} of all",
+        agreement_line(cfg, prepared),
+        f"draft vocabulary: {vocab.d2t.numel():,} of {vocab.t2d.numel():,} tokens cover "
+        f"{training:.1%} of the training labels and {held_out:.1%} of the held-out ones",
+    ]
+
+
+def origin(cfg: RunConfig, prepared: PreparedData) -> list[str]:
+    """Where the samples are from, and what became of the rows that are none."""
+    rows, made = prepared.skipped, read_facts(prepared.folder).made_with
+    held_out = int(prepared.samples.held_out.sum())
+    greedy = int(prepared.samples.greedy.sum())
+    skipped = sorted(rows.reasons.items(), key=lambda item: -item[1])
+    return [
+        f"data: {', '.join(cfg.data.path)}",
+        f"chat template: {made.template}, arguments {made.template_kwargs or 'none'}",
+        f"{rows.rows_in:,} rows in, {rows.rows_out:,} samples out ({held_out:,} held out; "
+        f"{greedy:,} end with the verifier's greedy answer)",
+        *(f"  skipped {count:,}: {reason}" for reason, count in skipped),
+    ]
+
+
+def agreement_line(cfg: RunConfig, prepared: PreparedData) -> str:
+    agreement = find_agreement(cfg, prepared)
+    if agreement is None:
+        return (
+            "the verifier's top-1 agreement: not known before a capture of these samples; run "
+            "torchrun -m data.capture with the same overrides"
+        )
+    return f"the verifier's top choice is {agreement.top1:.1%} of the supervised tokens"
+
+
+def write_page(cfg: RunConfig, prepared: PreparedData, page: PageWriter, lines: list[str]) -> Path:
+    """``preview.samples`` of the samples, held-out ones among them, spread over all of them."""
+    count, wanted = len(prepared.samples), cfg.preview.samples
+    places = sorted({i * count // wanted for i in range(wanted)})
+    held_out = prepared.samples.held_out
+    if not held_out[places].any():
+        places = sorted({*places[: wanted - 1], int(held_out.int().argmax())})
+    path = Path(cfg.preview.page or prepared.folder / "preview.html")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page.page([prepared.samples[i] for i in places], lines))
+    except OSError as error:
+        raise ConfigError(
+            f"preview.page={path}: cannot be written ({error.strerror}); name a file in a folder "
+            "that takes it"
+        ) from error
+    return path
+
+
 def main(cfg: RunConfig) -> None:
     prepared = prepare(cfg)
     tokenizer = load_tokenizer(cfg.verifier, cache_dir(cfg))
@@ -55,12 +125,14 @@ def main(cfg: RunConfig) -> None:
         share = float(sample.loss_mask.float().mean())
         say(f"\nsample {number}: {sample.id} ({kind}, {share:.1%} of its tokens supervised)")
         say(marked_text(sample, tokenizer, colour=sys.stdout.isatty()))
-    lengths = prepared.samples.lengths.tolist()
-    say(f"\ntokens a sample ({len(lengths):,} samples, {sum(lengths):,} tokens)")
-    for line in histogram(lengths):
+    size = draft_vocab_size(cfg.draft, prepared.token_counts.numel())
+    vocab = DraftVocab.from_counts(prepared.token_counts, size)
+    lines = figures(cfg, prepared, vocab)
+    say()
+    for line in lines:
         say(line)
-    supervised = int(prepared.samples.mask.sum())
-    say(f"\nsupervised: {supervised:,} tokens, {supervised / sum(lengths):.1%} of all")
+    path = write_page(cfg, prepared, PageWriter(tokenizer, vocab.t2d), lines)
+    say(f"\npage to leaf through: {path} (open it in a browser)")
     say("next: torchrun train/main.py with the same overrides")
 
 

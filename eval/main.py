@@ -21,6 +21,7 @@ from conf.runtime import (
 from conf.schema import ConfigError, Precision, RunConfig, Stage
 from conf.settings import refuse_other_settings
 from data.distributed import pick_device, use_threads
+from data.origin import data_facts
 from data.prepare import find_prepared
 from data.records import PreparedData, Skipped
 from data.split import prompt_digest
@@ -158,6 +159,7 @@ def describe_data(
     exact: ExactRuns,
     draft_folder: Path,
 ) -> DataOrigin:
+    facts = data_facts(cfg, data)
     held_out = int(data.samples.held_out.sum())
     return DataOrigin(
         prompt_files=list(cfg.eval.prompts),
@@ -170,6 +172,8 @@ def describe_data(
         held_out_samples=held_out,
         longest_training_sample=int(data.samples.lengths.max()),
         held_out_tau=read_held_out_tau(draft_folder),
+        supervised_tokens=facts.tokens,
+        verifier_agreement=facts.agreement,
         trained_prompts=count_trained_prompts(exact, data),
     )
 

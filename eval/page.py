@@ -1,7 +1,7 @@
 """The report as a page that a colleague understands, and as the table a terminal ends with."""
 
 from eval.acceptance import Counters, Interval
-from eval.report import UNSEEN, EvalReport, GroupFigures
+from eval.report import UNSEEN, DataOrigin, EvalReport, GroupFigures
 from eval.tables import Row, aligned, shown, span, table
 
 
@@ -222,12 +222,21 @@ def how(report: EvalReport) -> str:
         f"{data.unseen_pattern_prompts} use patterns never seen. The answers are the verifier's.",
         f"Head and n-gram table trained on {data.training_samples} samples of "
         f"{', '.join(data.training_files)}, the longest of {data.longest_training_sample} tokens; "
-        f"{data.held_out_samples} held out, τ there {shown(data.held_out_tau)}.",
+        f"{data.held_out_samples} held out, τ there {shown(data.held_out_tau)}. "
+        + learnt_from(data),
         f"Intervals: bootstrap over prompts, {section.bootstrap} resamples.",
         f"Code {report.provenance.get('git')}, torch "
         f"{report.provenance.get('packages', {}).get('torch')}.",
     ]
     return "\n".join(f"- {line}" for line in lines) + differing(report)
+
+
+def learnt_from(data: DataOrigin) -> str:
+    """How much was supervised, and whether the answers are the verifier's (near 1) or foreign."""
+    tokens, share = data.supervised_tokens, data.verifier_agreement
+    many = "not recorded" if tokens is None else tokens
+    agreed = "not recorded" if share is None else shown(share)
+    return f"Supervised tokens: {many}; share that is the verifier's own top choice: {agreed}."
 
 
 def differing(report: EvalReport) -> str:

@@ -108,6 +108,8 @@ class DataOrigin:
     held_out_samples: int
     longest_training_sample: int  # tokens
     held_out_tau: float | None  # by the walk over held-out answers, when the head was chosen
+    supervised_tokens: int | None = None  # labels of the training samples
+    verifier_agreement: float | None = None  # share of supervised tokens it would choose itself
     trained_prompts: int = 0  # measured turns whose prompt is a training sample's, too
 
 

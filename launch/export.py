@@ -10,6 +10,7 @@ from pathlib import Path
 from conf.compose import load_saved, sentence_on_error
 from conf.runtime import say
 from conf.schema import ConfigError, ExportFormat, Precision, RunConfig
+from data.origin import data_facts
 from data.prepare import find_prepared
 from eval.parser import Parser
 from models.draft_file import CONFIG
@@ -72,18 +73,17 @@ def export_one(head: Path, kind: ExportFormat, out: Path | None, dtype: Precisio
         )
     cfg = load_saved(head.parent / "config.yaml")
     folder = out or head.parent / "export" / kind.value
-    export_head(cfg, head, folder, data_facts(cfg), dtype)
+    export_head(cfg, head, folder, known_data(cfg), dtype)
 
 
-def data_facts(cfg: RunConfig) -> DataFacts | None:
+def known_data(cfg: RunConfig) -> DataFacts | None:
     """What the head was trained on, if the prepared data is still there."""
     try:
         prepared = find_prepared(cfg)
     except ConfigError as error:
         say(f"the card will not say how much data it was: {error}")
         return None
-    training = int((~prepared.samples.held_out).sum())
-    return DataFacts(", ".join(cfg.data.path), training, int(prepared.token_counts.sum()))
+    return data_facts(cfg, prepared)
 
 
 if __name__ == "__main__":

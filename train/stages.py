@@ -22,12 +22,13 @@ from conf.settings import refuse_other_settings
 from data.capture import capture
 from data.capture_job import manifest_of
 from data.distributed import barrier, pick_device, setup, shutdown, use_threads
+from data.manifest import read_manifest
+from data.origin import agreement_of, data_facts, require_agreement
 from data.prepare import find_prepared, prepare
 from data.records import PreparedData
 from data.sources import digest
 from eval.main import choose_prompts, evaluate
 from models.draft_file import CONFIG
-from models.export.card import DataFacts
 from models.export.vllm import export_run
 from models.verifier import load_facts
 from train.loop import curve_fingerprint, fit
@@ -62,6 +63,7 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
         if trained:
             say(f"train: {folder / 'best'} is there and fits; skipped")
         else:
+            require_agreement(cfg, agreement_of(read_manifest(cached)))
             with StopRequest() as request:
                 best = fit(cfg, prepared, cached, ranks, request)
             if best is None:
@@ -104,12 +106,7 @@ def export_once(
     if done.has("export", mark, *folders):
         say(f"export: {', '.join(map(str, folders))} is there and fits; skipped")
         return
-    made_from = DataFacts(
-        origin=", ".join(cfg.data.path),
-        samples=int((~prepared.samples.held_out).sum()),
-        tokens=int(prepared.token_counts.sum()),
-    )
-    export_run(cfg, folder, made_from)
+    export_run(cfg, folder, data_facts(cfg, prepared))
     done.add("export", mark, ranks)
 
 

@@ -29,6 +29,7 @@ class DataFacts:
     origin: str  # files, or a sentence
     samples: int | None = None
     tokens: int | None = None  # supervised ones
+    agreement: float | None = None  # share of them that are the verifier's own top choice
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,11 @@ def training_part(card: CardFacts) -> list[str]:
     def count(value: int | None) -> str:
         return "not recorded" if value is None else f"{value:,}"
 
+    agreement = "not recorded" if data.agreement is None else f"{data.agreement:.1%}"
     return [
         f"- data: {data.origin}",
         f"- samples: {count(data.samples)}; supervised tokens: {count(data.tokens)}",
+        f"- of these tokens the verifier's own top choice: {agreement}",
         *(f"- {setting}" for setting in card.training),
     ]
 

@@ -96,6 +96,7 @@ def test_report_files(cfg: RunConfig, capsys: pytest.CaptureFixture[str]):
     assert set(found["by_n"]) == {"1", "2"}
     assert found["settings"]["best_n"] in (1, 2)
     assert found["data"]["training_samples"] + found["data"]["held_out_samples"] == 20
+    assert found["data"]["supervised_tokens"] > found["data"]["training_samples"]
     output = capsys.readouterr().out
     assert "report.md" in output and "speed-up, decode" in output
 

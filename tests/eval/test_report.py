@@ -78,7 +78,11 @@ def settings(**changes: Any) -> EvalSettings:
 
 
 def report(runs: ExactRuns = RUNS, longest: int = 512, **changes: Any) -> EvalReport:
-    origin = DataOrigin(["p.jsonl"], 4, {"not JSON": 1}, 2, 1, ["t.jsonl"], 90, 10, longest, 1.7)
+    origin = DataOrigin(
+        *(["p.jsonl"], 4, {"not JSON": 1}, 2, 1, ["t.jsonl"], 90, 10, longest, 1.7),
+        supervised_tokens=4321,
+        verifier_agreement=0.875,
+    )
     table = NgramTable(4).fit([[1, 2, 3, 9]])
     provenance = {"git": "abc", "packages": {"torch": "2.13.0"}}
     return build_report(runs, speed(), table, settings(**changes), origin, provenance)
@@ -190,6 +194,7 @@ def test_the_page_holds_every_figure_of_the_json():
     assert "![acceptance](acceptance.png)" in page and "Accept rule `greedy`" in page
     assert "d differs from plain decoding at token 4" in page
     assert "> prompt lines skipped: 1" in page and "batch 1" in page
+    assert "Supervised tokens: 4321; share that is the verifier's own top choice: 0.875" in page
     assert all(not math.isnan(n) for n in numbers(figures))
 
 

@@ -23,7 +23,7 @@ MEASURED = Figures(
 
 
 def test_the_card_holds_the_figures_with_dtype_and_machine(plain_card, make_head, tmp_path):
-    data = DataFacts("data/demo/answers.jsonl", 1234, 56789)
+    data = DataFacts("data/demo/answers.jsonl", 1234, 56789, 0.875)
     card = replace(plain_card, figures=MEASURED, data=data, training=["unroll depth 5"])
     text = write_card(card, make_head().config, tmp_path / "vllm")
     for words in (
@@ -34,6 +34,7 @@ def test_the_card_holds_the_figures_with_dtype_and_machine(plain_card, make_head
         "| speed-up, decoding alone | 1.45× | chain of 3, greedy, bfloat16, CPU,",
         "1.32×",
         "samples: 1,234; supervised tokens: 56,789",
+        "of these tokens the verifier's own top choice: 87.5%",
         "data/demo/answers.jsonl",
         "unroll depth 5",
         "base_model: org/verifier",
@@ -50,6 +51,7 @@ def test_without_figures_every_row_says_so(plain_card, make_head, tmp_path):
     text = write_card(plain_card, make_head().config, tmp_path)
     assert text.count("| not measured |  |") == 7
     assert "samples: not recorded" in text
+    assert "top choice: not recorded" in text
 
 
 def test_the_serve_line_is_one_a_shell_can_run(plain_card, tmp_path):

@@ -23,6 +23,7 @@ class Place:
     SETTINGS: ClassVar[list[str]] = f"""
         data=jsonl data.max_length=96 data.valid_share=0.2 draft.vocab_size=64 ttt.depth=2
         verifier.aux_layers=null verifier.dtype=float32 engine.threads=1
+        capture.min_agreement=0
         optim.batch_size=4 optim.micro_batch_tokens=192 optim.epochs=20 optim.max_steps={STEPS}
         log.every=3 log.valid_every=4 log.save_every={SAVE_EVERY}
         eval.max_prompts=2 eval.max_new_tokens=8 eval.speed_prompts=1 eval.n_sweep=[1]

@@ -13,9 +13,10 @@ from safetensors import safe_open
 
 from conf.compose import from_command_line, load_config
 from conf.runtime import RankInfo
-from conf.schema import ConfigError
+from conf.schema import ConfigError, JobError
 from data.manifest import manifest_file
 from data.prepare import find_prepared
+from train import stages
 from train.loop import fit
 from train.stages import Stamps
 from train.stop import StopRequest
@@ -192,6 +193,17 @@ def test_states_of_another_verifier_are_refused(place, finished: Path, tmp_path:
     with pytest.raises(ConfigError) as caught:
         fit(cfg, find_prepared(cfg), tmp_path / "cached", RankInfo(0, 1, 0), StopRequest())
     assert "0123456789abcdef" in str(caught.value) and entries["verifier"] in str(caught.value)
+
+
+def test_data_that_the_verifier_does_not_agree_with_stop_the_job(
+    place, finished: Path, monkeypatch, capsys
+):
+    words = ["stages=[prepare,capture,train]", "capture.min_agreement=0.99"]
+    cfg = load_config(place.words("foreign", *words))
+    monkeypatch.setattr(stages, "fit", lambda *_: pytest.fail("it trained"))
+    with pytest.raises(JobError, match=r"^capture\.min_agreement=0\.99: .* data\.preview"):
+        stages.run_in(place.run("foreign"), cfg, RankInfo(0, 1, 0))
+    assert "training data: " in capsys.readouterr().out
 
 
 def test_a_sweep_inside_a_job_is_refused(place):
