@@ -4,7 +4,7 @@ samples.safetensors, S samples of N tokens, V tokens in the verifier's embedding
 
     tokens  int32 [N]     mask  uint8 [N]     offsets  int64 [S+1] places in both
     id_text uint8 [..]                        id_offsets int64 [S+1] places in it
-    greedy, held_out  uint8 [S]               prompts, source  int64 [S]
+    greedy, held_out  uint8 [S]               prompts  int64 [S]
     token_counts, held_out_counts  int64 [V]  labels of the training and of the held-out samples
 
 samples.json says what they were made of and what became of every row.
@@ -178,7 +178,6 @@ def write_tensors(path: Path, columns: Columns, chosen: Chosen, counted: Counted
         "offsets": places(lengths[kept]),
         "id_offsets": places(id_lengths[kept]),
         "prompts": columns.read("prompt")[kept],
-        "source": columns.read("source")[kept],
         "token_counts": counted.training,
         "held_out_counts": counted.held_out,
         "greedy": columns.read("greedy")[kept],

@@ -6,6 +6,7 @@ tokenizer and the chat template, and nothing of draft, unroll, loss or number of
 The main process reads rows and writes columns; workers decode, render and tokenise in between.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +37,7 @@ COPY = "exact copy of an earlier sample (data.dedupe)"
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 FREE = ("path", "workers")  # knobs that do not decide what the samples are
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 PLACEHOLDERS = ("image", "audio", "video", "boi", "eoi")  # of tokens that text models never read
 
 
@@ -116,6 +118,8 @@ def disk_named(cfg: RunConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # what cannot be read is a ConfigError already
+        if error.errno not in DISK_ERRORS:
+            raise
         raise ConfigError(
             f"run.cache={cfg.run.cache}: the prepared data cannot be written ({error}); "
             "free space there or choose another run.cache"

@@ -283,6 +283,40 @@ def test_full_disk_leaves_nothing_behind(cfg, monkeypatch):
         assert not list(Path(cfg.run.cache).iterdir())
 
 
+# rows that are token ids
+
+
+def test_token_ids_bypass_the_template(cfg):
+    """Two answers that touch the border of their rows, a cut, and ids that are nobody's."""
+    save(
+        cfg,
+        [
+            {"id": "a", "input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1]},
+            {"id": "b", "input_ids": [9, 10, 11], "loss_mask": [1, 1, 0]},
+            {"id": "cut", "input_ids": [*range(3, 15)], "labels": [-100] * 5 + [*range(8, 15)]},
+            {"id": "late", "input_ids": [3] * 12, "loss_mask": [0] * 10 + [1] * 2},
+            {"id": "beyond", "input_ids": [5, 128], "loss_mask": [0, 1]},
+            {"id": "huge", "input_ids": [5, 1 << 70], "loss_mask": [0, 1]},
+        ],
+    )
+    cfg.data.max_length = 8
+    prepared = prepare(cfg)
+    first, second, third = prepared.samples
+    assert first.input_ids.tolist() == [5, 6, 7, 8]
+    assert first.loss_mask.tolist() == [False, True, True, True]
+    assert second.loss_mask.tolist() == [True, True, False]
+    assert third.input_ids.tolist() == [*range(3, 11)]
+    assert third.loss_mask.tolist() == [False] * 5 + [True] * 3
+    assert prepared.skipped.reasons == {
+        "no answer within data.max_length": 1,
+        "token id outside the verifier's embedding": 2,
+    }
+    assert prepared.skipped.changed == {"longer than data.max_length: cut there": 1}
+    labels = prepared.token_counts + prepared.held_out_counts
+    assert labels.nonzero().flatten().tolist() == [7, 8, 9, 10]  # 9 is third's, not second's first
+    assert labels.sum() == 2 + 1 + 2
+
+
 # worker processes
 
 
@@ -306,6 +340,7 @@ def mixed_rows() -> list:
     ]
 
 
+@pytest.mark.timeout(180)  # a pool that hangs is the bug that users of others report
 def test_the_same_bytes_with_any_number_of_workers(cfg, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("data.prepare.CHUNK_ROWS", 3)
     cfg.data.max_length = 100
