@@ -29,7 +29,8 @@ content         text, or a list of typed parts: text, reasoning, calls, results.
                 other media skip the row by their name. ``<think>`` inside text stays there.
 reasoning       a part, or ``reasoning_content``, ``thinking`` or ``reasoning`` of a turn
 calls           ``tool_calls`` (OpenAI), ``function_call``, a part. Arguments are an object or
-                its JSON text. Call ids only serve to name the tool of a result.
+                its JSON text. Call ids only serve to name the tool of a result, and to put
+                the results of several calls in the order of the calls.
 order           neighbours of one role are merged, with a blank line between, unless that
                 moves thoughts or text past what was said before; tool results stay apart
 start, end      what stands before the first user turn answers nothing and is left out, system
@@ -40,11 +41,23 @@ skipped         rows without a user turn or an answer, with a turn without text 
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 
 from data.layouts import TURN_LISTS, raw_turns, text_of_key
 from data.records import Conversation, Tokenised, Turn
-from data.turns import RowRefused, first_of, joined, named, read_turn, shown
+from data.turns import (
+    RowRefused,
+    first_of,
+    in_call_order,
+    joined,
+    named,
+    read_turn,
+    refuse_broken,
+    shown,
+)
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -56,6 +69,7 @@ ROLES = {
 }
 NO_ANSWER = "no answer"
 NO_TOOLS = "tools are no JSON list of objects"
+REORDERED = "tool results put in the order of their calls"
 NO_MASK = "input_ids without a loss_mask or labels of that length"
 
 
@@ -84,7 +98,8 @@ def read_row(value: object, where: str, prompts: bool = False) -> Reading:
             read_turns(value, prompts, reading)
     except RecursionError as error:
         raise RowRefused("nested too deeply") from error
-    refuse_broken(reading.conversation)
+    for text in texts_of(reading.conversation):
+        refuse_broken(text)
     return reading
 
 
@@ -98,13 +113,18 @@ def read_turns(value: dict, prompts: bool, reading: Reading) -> None:
     listed = with_system(raw_turns(value), value)
     names: dict[str, str] = {}
     turns: list[Turn] = []
-    for turn, role in zip(listed, roles_of(listed, reading), strict=True):
-        turns += read_turn(turn, role, names)
+    for role, run in groupby(zip(roles_of(listed, reading), listed, strict=True), itemgetter(0)):
+        said = [turn for _, turn in run]
+        told = in_call_order(said, names) if role == "tool" else said
+        if told != said and REORDERED not in reading.changes:
+            reading.changes.append(REORDERED)
+        for turn in told:
+            turns += read_turn(turn, role, names)
     turns = worth_reading(turns, "user" if prompts else "assistant", reading)
     together = named(joined(turns, "\n\n"))
     if len(together) < len(turns):
         reading.changes.append("two turns of one role merged")
-    ids = answer_ids(value)
+    ids = () if prompts else answer_ids(value)
     if len(ids) > sum(turn.role == "assistant" for turn in together):
         raise RowRefused("answer_ids for more answers than there are")
     reading.conversation = replace(
@@ -122,19 +142,12 @@ def row_id(value: dict, where: str) -> str:
     return str(name) if isinstance(name, str | int) and str(name) else where
 
 
-def refuse_broken(found: Conversation) -> None:
-    """Refuse text that no tokenizer takes as it stands: it could be neither kept nor dropped."""
-    texts = [found.id, found.task, found.tools]
+def texts_of(found: Conversation) -> Iterator[str]:
+    yield from (found.id, found.task, found.tools)
     for turn in found.turns:
-        texts += (turn.content, turn.reasoning, turn.name)
-        texts += (text for call in turn.calls for text in (call.name, call.arguments))
-    for text in texts:
-        if "\0" in text:
-            raise RowRefused("NUL character in the text")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # half a surrogate pair
-            raise RowRefused("broken characters in the text") from error
+        yield from (turn.content, turn.reasoning, turn.name)
+        for call in turn.calls:
+            yield from (call.name, call.arguments)
 
 
 def answer_ids(value: dict) -> tuple[tuple[int, ...], ...]:
@@ -201,8 +214,8 @@ def schema(tool: dict) -> dict:
 
 
 def with_system(listed: list, value: dict) -> list:
-    system = text_of_key(value, "system", "system_prompt")
-    if not system or role_name(listed[0]) == "system":
+    system = first_of(value, "system", "system_prompt")
+    if system in (None, "", []) or role_name(listed[0]) == "system":
         return listed
     return [{"role": "system", "content": system}, *listed]
 

@@ -2,7 +2,7 @@
 
 import re
 
-from data.turns import REASONING, RowRefused, first_of
+from data.turns import NO_TEXT, REASONING, RowRefused, first_of, text_only
 
 TURN_LISTS = ("messages", "conversations", "conversation")
 PAIRS = (
@@ -53,8 +53,8 @@ def pair_turns(value: dict) -> list:
     ask, answer = (whole or asked)[0]
     prompt = value[ask]
     if ask == "instruction" and isinstance(prompt, str):
-        further = text_of_key(value, "input", "context")
-        prompt = "\n\n".join(text for text in (prompt, further) if text)
+        further = first_of(value, "input", "context") or ""
+        prompt = "\n\n".join(text for text in (prompt, text_only(further, NO_TEXT)) if text)
     turns: list = []
     history = first_of(value, "history") or []
     if not isinstance(history, list) or any(not is_pair(pair) for pair in history):

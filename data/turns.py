@@ -158,8 +158,7 @@ def tool_turn(turn: dict, content: object, names: dict[str, str]) -> Turn:
     """A tool's result. What is no text becomes the JSON text that the tool would have written."""
     name = first_of(turn, "name")
     if not isinstance(name, str):
-        known = first_of(turn, "tool_call_id", "tool_use_id", "call_id")
-        name = names.get(known, "") if isinstance(known, str) else ""
+        name = names.get(answered_call(turn), "")
     if isinstance(content, list) and all(is_part(part) for part in content):
         pieces = [read_part(part, "tool", names) for part in content]
         if any(piece.calls or piece.reasoning for piece in pieces):
@@ -169,6 +168,20 @@ def tool_turn(turn: dict, content: object, names: dict[str, str]) -> Turn:
     if isinstance(content, dict | list):
         content = json.dumps(content, ensure_ascii=False)
     return Turn("tool", text_only(content, NO_TEXT), name=name)
+
+
+def answered_call(turn: dict) -> str:
+    """The id of the call whose result this is; empty where it does not say."""
+    known = first_of(turn, "tool_call_id", "tool_use_id", "call_id")
+    return known if isinstance(known, str) else ""
+
+
+def in_call_order(results: list[dict], names: dict[str, str]) -> list[dict]:
+    """Neighbouring results in the order of their calls, if each says which call it answers."""
+    places = {known: place for place, known in enumerate(names)}
+    if any(answered_call(turn) not in places for turn in results):
+        return results
+    return sorted(results, key=lambda turn: places[answered_call(turn)])
 
 
 def is_part(part: object) -> bool:
@@ -209,6 +222,7 @@ def read_call(one: object, names: dict[str, str], part: dict) -> ToolCall:
         raise RowRefused(NO_CALL)
     known = first_of({**part, **one}, "id", "tool_call_id", "call_id")
     if isinstance(known, str):
+        names.pop(known, None)  # some count anew in every turn: the last one's place counts
         names[known] = name
     return ToolCall(name, arguments_of(first_of(call, "arguments", "parameters", "input")))
 
@@ -228,4 +242,16 @@ def arguments_of(value: object) -> str:
         text = ""
     if not isinstance(value, dict):
         raise RowRefused(NO_ARGUMENTS)
+    if "\\u" in text:  # an escape may hide half a surrogate pair
+        refuse_broken(json.dumps(value, ensure_ascii=False))
     return text or json.dumps(value, ensure_ascii=False)
+
+
+def refuse_broken(text: str) -> None:
+    """Refuse text that no tokenizer takes as it stands: it could be neither kept nor dropped."""
+    if "\0" in text:
+        raise RowRefused("NUL character in the text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair
+        raise RowRefused("broken characters in the text") from error

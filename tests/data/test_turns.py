@@ -75,6 +75,7 @@ def test_sharegpt_calls_and_observations():
         ({}, "{}"),
         ('{"x":1}', '{"x":1}'),  # the row's own spelling
         ('{\n "x": 1\n}', '{\n "x": 1\n}'),
+        ('{"x": "\\ud83d\\ude00"}', '{"x": "\\ud83d\\ude00"}'),
         ('{"x": "a\tb"}', '{"x": "a\\tb"}'),  # no strict JSON, and readers of ours are strict
         ({"x": "é", "y": None}, '{"x": "é", "y": null}'),
     ],
@@ -102,6 +103,23 @@ def test_results_find_their_calls():
         Turn("tool", '[{"sum": 2}]', name="own"),
         Turn("tool", "x\ny", name="B"),
     )
+
+
+def test_results_are_put_in_the_order_of_the_calls():
+    """Ids do not travel, so a template can tell the results apart by their order alone."""
+    turns: list[dict] = []
+    for calls, results in (("ab", "ba"), ("ba", "ab"), ("ab", "ab")):  # the ids are used again
+        asked = [{"id": c, "function": {"name": c, "arguments": {}}} for c in calls]
+        turns.append({"role": "assistant", "tool_calls": asked})
+        turns += [{"role": "tool", "tool_call_id": r, "content": r} for r in results]
+    found = read_row({"messages": [USER, *turns, ANSWER]}, "f")
+    said = [turn.content for turn in found.conversation.turns if turn.role == "tool"]
+    assert said == ["a", "b", "b", "a", "a", "b"]
+    assert found.changes == ["tool results put in the order of their calls"]
+    del turns[1]["tool_call_id"]
+    unsaid = read_row({"messages": [USER, *turns[:3], ANSWER]}, "f")
+    assert [turn.content for turn in unsaid.conversation.turns[2:4]] == ["b", "a"]
+    assert unsaid.changes == []
 
 
 def test_results_inside_a_user_turn_are_tool_turns():
@@ -214,6 +232,10 @@ def test_names_do_not_reach_over_other_calls():
             "tool call whose arguments are no JSON object",
         ),
         ({"reasoning": {"text": "so"}}, "reasoning that is not text"),
+        (
+            {"tool_calls": [{"name": "f", "arguments": '{"x": "\\ud83d"}'}]},
+            "broken characters in the text",
+        ),
     ],
 )
 def test_reasons(turn, reason):
