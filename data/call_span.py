@@ -1,54 +1,110 @@
-"""Where an answer that calls tools lies in the text.
+"""Where an answer that calls tools lies in the text, and where any answer begins.
 
 Templates write a call in a shape of their own, so there is no text of ours to look for. The answer
 as it was generated is what ``whole(turns up to it)`` writes after the prompt, up to the token that
-ends it. The same text must stand in the full render after that prompt, without its front where
-the template drops the thoughts of earlier turns.
+ends it. The same text must stand in the full render, but for a front that templates change which
+drop the thoughts of earlier turns. Such templates change all that goes before as well, so renders
+are compared from the end of the answer before on.
 """
+
+from dataclasses import dataclass
 
 from data.dialects import RowRefused
 from data.records import Turn
 from data.render import ChatTemplate, Span, Turns
 
 NO_CALL = "the template leaves out a tool call"
+UNSTABLE = "the template writes other text around other answers"
+SLACK = 64  # characters that may go before the calls in place of the thoughts
 MARK = "\ue0a8"  # private-use character that stands for an answer
 
 
-def call_span(full: str, turns: Turns, template: ChatTemplate) -> Span:
-    """The span in ``full`` of the answer that ends ``turns``, its end of turn included."""
-    prompt = template.prompt(turns[:-1])
-    through = template.whole(turns).rstrip()
-    header = template.whole((*turns[:-1], Turn("assistant", MARK))).partition(MARK)[0]
-    answer = through[reach(through, prompt, header) :]
-    if not shows_calls(answer, turns[-1]):
-        raise RowRefused(NO_CALL)
-    ceiling = reach(full, prompt, header)  # the answer starts there, or before
-    known = full.startswith(prompt)
-    token = template.last_special(answer)
-    for ended in (answer, answer[: len(answer) - len(token)].rstrip()):
-        for k in range(len(ended)):
-            shown = ended[k:]
-            if not shows_calls(shown, turns[-1]):
-                break
-            if known:
-                at = ceiling if full.startswith(shown, ceiling) else -1
-            else:
-                lowest = max(0, ceiling - len(answer))
-                at = full.rfind(shown, lowest, ceiling + len(shown))
-            if at < 0:
-                continue
-            end = at + len(shown)
-            other = template.special.match(full, end) if len(ended) < len(answer) else None
-            return at, other.end() if other else end
-    raise RowRefused(NO_CALL)
+@dataclass(frozen=True)
+class Before:
+    """What goes before an answer: the turns, and where the answer before it ends in the text."""
+
+    turns: Turns
+    floor: int  # without the token that ends a turn; 0 where there is none
 
 
-def reach(text: str, prompt: str, header: str) -> int:
-    """How far ``text`` is what stands before an answer: the prompt, or at least its header."""
-    if text.startswith(prompt):
+def opening(full: str, before: Before, template: ChatTemplate) -> int | None:
+    """Where the generation prompt ends in ``full``: what follows is the verifier's to write.
+
+    None when ``full`` holds another header than the prompt.
+    """
+    prompt = template.prompt(before.turns)
+    if full.startswith(prompt) and before.floor <= len(prompt):
         return len(prompt)
-    pairs = enumerate(zip(text, header, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(text), len(header)))
+    base = text_before(before.turns, template)
+    rest = prompt[len(base) :]
+    if prompt.startswith(base) and full.startswith(rest, before.floor):
+        return before.floor + len(rest)
+    return None
+
+
+def text_before(turns: Turns, template: ChatTemplate) -> str:
+    """The text up to the end of the last answer in ``turns``, as a conversation that ends there."""
+    count = next((i + 1 for i in reversed(range(len(turns))) if turns[i].role == "assistant"), 0)
+    return bare(template.whole(turns[:count]), template) if count else ""
+
+
+def bare(text: str, template: ChatTemplate) -> str:
+    """Without blanks and a token that ends a turn."""
+    ended = text.rstrip()
+    return ended[: len(ended) - len(template.last_special(ended))].rstrip()
+
+
+def call_span(full: str, answer: Turn, before: Before, template: ChatTemplate) -> Span:
+    """The span in ``full`` of an answer with calls, its end of turn included."""
+    header = template.whole((*before.turns, Turn("assistant", MARK))).partition(MARK)[0]
+    written = as_generated(answer, before, header, template)
+    start = opening(full, before, template)
+    # The first call from here on is the answer's: a user may have written the same one before.
+    lowest = end_of_header(full, header, before, template) if start is None else start
+    for ended in (written, bare(written, template)):
+        front, calls = split_at_calls(ended, answer)
+        at = full.find(calls, lowest, lowest + len(ended) + SLACK)
+        if at < 0:
+            continue
+        end = at + len(calls)
+        token = template.special.match(full, end) if len(ended) < len(written) else None
+        if start is None:
+            above = full[before.floor : at]
+            shown = above[len(above) - shared(above[::-1], front[::-1]) :]
+            start = at - len(shown.lstrip())  # the blanks can be the header's
+        return start, token.end() if token else end
+    raise RowRefused(UNSTABLE)
+
+
+def as_generated(answer: Turn, before: Before, header: str, template: ChatTemplate) -> str:
+    """What the verifier wrote. Raises RowRefused when that does not show the calls."""
+    prompt = template.prompt(before.turns)
+    through = template.whole((*before.turns, answer)).rstrip()
+    fits = through.startswith(prompt)  # else the prompt opens a thought that is not there
+    written = through[len(prompt) if fits else shared(through, header) :]
+    if not shows_calls(written, answer):
+        raise RowRefused(NO_CALL)
+    return written
+
+
+def end_of_header(full: str, header: str, before: Before, template: ChatTemplate) -> int:
+    """How far ``full`` goes on after the answer before as ``header`` does."""
+    base = text_before(before.turns, template)
+    if not header.startswith(base):
+        raise RowRefused(UNSTABLE)
+    return before.floor + shared(full[before.floor :], header[len(base) :])
+
+
+def split_at_calls(written: str, answer: Turn) -> tuple[str, str]:
+    """An answer in two: the second part is the least end of it that shows all its calls."""
+    at = min(written.rfind(call.name) for call in answer.calls)
+    return written[:at], written[at:]
+
+
+def shared(one: str, other: str) -> int:
+    """How many characters two texts have in common from their beginning on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def shows_calls(text: str, turn: Turn) -> bool:

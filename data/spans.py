@@ -19,14 +19,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from conf.runtime import note_once
-from data.call_span import NO_CALL, call_span, shows_calls
+from data.call_span import NO_CALL, UNSTABLE, Before, bare, call_span, opening, shows_calls
 from data.dialects import RowRefused
 from data.records import Turn
 from data.render import REFUSED, ChatTemplate, Span, Turns
 
 MARK = "\ue0a7"  # private-use character that stands for an answer in a probe
 TAIL = 32  # characters at the end of an answer that its marked span must contain
-UNSTABLE = "the template writes other text around other answers"
 LEFT_OUT = "the template leaves out an answer"
 NO_RESULT = "the template leaves out the result of a tool"
 NOTHING = "no supervised token"
@@ -50,20 +49,20 @@ def mark_answers(turns: Turns, cut: bool, template: ChatTemplate) -> MarkedText:
     closing = closing_of(full, turns, pieces, template)
     first = template.special.search(closing)
     end_of_turn = closing[: first.end()] if first else closing.rstrip()
+    answers = [turn for turn in turns if turn.role == "assistant"]
     spans = spans_from_markers(full, turns, end_of_turn, template)
     if spans is None:
         spans = spans_from_pieces(full, turns, pieces, template)
-    answers = [turn for turn in turns if turn.role == "assistant"]
-    stretched = [
-        # What ends a turn with calls is inside its span: another token ends it than a plain one.
-        (start, end if turn.calls else turn_end(full, end, end_of_turn, template))
-        for turn, (start, end) in zip(answers, spans, strict=True)
-    ]
+        spans = [
+            # What ends a turn with calls is in its span: another token ends it than a plain one.
+            (start, end if turn.calls else turn_end(full, end, end_of_turn, template))
+            for turn, (start, end) in zip(answers, spans, strict=True)
+        ]
     end = len(full) - len(closing) + (0 if cut else len(end_of_turn))
-    stretched[-1] = (spans[-1][0], end)
-    if any(before[1] > after[0] for before, after in pairwise(stretched)):
+    spans[-1] = (spans[-1][0], end)
+    if any(before[1] > after[0] for before, after in pairwise(spans)):
         raise RowRefused(UNSTABLE)
-    return MarkedText(full[:end], stretched)
+    return MarkedText(full[:end], spans)
 
 
 def check_results(full: str, turns: Turns) -> None:
@@ -110,28 +109,33 @@ def spans_from_pieces(
     """Walk through ``full`` piece by piece: an answer lies between two of them."""
     between = pairwise(pieces)
     spans: list[Span] = []
-    at = 0  # where the answer before ended
+    at = 0  # where the answer before ended that is no call
+    floor = 0  # where the answer before ended
     for i, turn in enumerate(turns):
         if turn.role != "assistant":
             continue
+        earlier = Before(turns[:i], floor)
         if turn.calls:
-            spans.append(call_span(full, turns[: i + 1], template))
+            start, end = call_span(full, turn, earlier, template)
+            spans.append((start, end))
+            floor = start + len(bare(full[start:end], template))
             continue
         before, after = next(between)
         if not full.startswith(before, at):
             raise RowRefused(UNSTABLE)
-        floor, at = at, at + len(before)
+        at += len(before)
         start = at
         if i == len(turns) - 1:  # its text is the end of the piece before it
             start -= written_length(before, turn.content)
         else:
             at = find_end(full, at, turn.content, after)
-        prompt = template.prompt(turns[:i])
-        if full.startswith(prompt) and floor <= len(prompt) <= at:
-            start = len(prompt)
+        asked = opening(full, earlier, template)
+        if asked is not None and asked <= at:
+            start = asked
         if start >= at:
             raise RowRefused(UNSTABLE if turn.content.strip() else LEFT_OUT)
         spans.append((start, at))
+        floor = at
     return spans
 
 
@@ -175,14 +179,18 @@ def spans_from_markers(
     answers = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
     marked = template.marked(turns)
     spans: list[Span] = []
+    floor = 0
     for i, (start, end) in zip(answers, marked, strict=False):
         at = marked_end(full, (start, end), turns[i], end_of_turn, template)
         if at is None:
             break
-        prompt = template.prompt(turns[:i])  # some mark their header, which the verifier is given
-        if full.startswith(prompt) and start < len(prompt) <= at:
-            start = len(prompt)
-        spans.append((start, at))
+        # Some mark their header, which the verifier is given.
+        asked = opening(full, Before(turns[:i], floor), template)
+        if asked is not None and start < asked <= at:
+            start = asked
+        stop = at if turns[i].calls else turn_end(full, at, end_of_turn, template)
+        floor = start + len(bare(full[start:at], template)) if turns[i].calls else at
+        spans.append((start, stop))
     if len(spans) == len(marked) == len(answers):
         return spans
     note_once(f"{template.origin}: its generation markers miss the answers, renders are compared")

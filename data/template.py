@@ -136,11 +136,14 @@ def encode_generated(
 
 
 def encode_prompt(
-    turns: Turns | list[Turn], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
+    turns: Turns | list[Turn],
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    tools: str = "",
 ) -> list[int]:
     """Token ids of ``turns`` and the header after which the verifier answers, as when it is served.
 
     Raises RowRefused when the template cannot take the turns.
     """
-    text = ChatTemplate(tokenizer, template_kwargs).prompt(tuple(turns))
+    text = ChatTemplate(tokenizer, template_kwargs, tools).prompt(tuple(turns))
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

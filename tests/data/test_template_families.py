@@ -4,16 +4,19 @@ Each family's template is invented in its manner. The twin renders one prefix an
 every token whether it lies in one, which is right for these templates and slow.
 """
 
+import json
 import random
 import re
+import shutil
 from dataclasses import dataclass
 from itertools import accumulate
 
 import pytest
 import torch
 
-from conf.schema import Supervise
+from conf.schema import RunConfig, Supervise
 from data.chains import supervised_rows
+from data.prepare import prepare
 from data.records import Conversation, Turn
 from data.render import ChatTemplate
 from data.skeleton import fit, skeleton_of
@@ -243,6 +246,27 @@ def test_sample_equals_prompt_and_generated_ids(with_template, name):
     encoded = encode(Conversation("x", turns), template)
     assert encoded.input_ids == prompt + answer
     assert encoded.loss_mask[len(prompt) :] == [True] * len(answer)
+
+
+def test_a_row_that_the_template_refuses_is_named(with_template, tiny_verifier, tmp_path, capsys):
+    folder = tmp_path / "gemma"
+    shutil.copytree(tiny_verifier, folder)
+    (folder / "chat_template.jinja").write_text(GEMMA)
+    rows = [[Turn("user", "q"), Turn("assistant", f"a{i}")] for i in range(4)]
+    rows[2].insert(0, Turn("system", "s"))
+    config = RunConfig()
+    config.verifier.path = str(folder)
+    config.run.cache = str(tmp_path / "cache")
+    config.data.path = [str(tmp_path / "a.jsonl")]
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for i, row in enumerate(rows):
+            turns = [{"role": turn.role, "content": turn.content} for turn in row]
+            file.write(json.dumps({"id": f"row-{i}", "messages": turns}) + "\n")
+    prepared = prepare(config)
+    assert [sample.id for sample in prepared.samples] == ["row-0", "row-1", "row-3"]
+    said = capsys.readouterr().out
+    assert "skipped 1: refused by the chat template (first: row-2)" in said
+    assert "no system role" in said
 
 
 HANDMADE = (

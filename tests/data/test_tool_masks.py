@@ -67,6 +67,20 @@ CHANNELS = (  # the header of an answer names the tool; calls end with a token o
     "{% else %}{{ '<|start|>' + m.role + '>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
+LATER = (
+    "{% set ns = namespace(asked=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+)
+FORGETS = LATER + CHANNELS.replace(
+    "{% if m.thinking %}", "{% if m.thinking and loop.index0 > ns.asked %}"
+)
+EMPTIES = (  # in place of earlier thoughts it writes empty ones
+    LATER + "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}"
+    "{{ '<think>' + (m.reasoning_content or '' if loop.index0 > ns.asked else '') + '</think>' }}"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + c.function.name + c.function.arguments | tojson + '</call>' }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
 TEXT_ARGUMENTS = (  # wants the arguments as JSON text; no token ends a turn
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% for c in m.tool_calls or [] %}"
     "{{ '<call>' + c.function.name + '\n' + c.function.arguments + '</call>' }}{% endfor %}"
@@ -131,12 +145,14 @@ def test_thoughts_before_a_call_are_supervised_where_they_are_shown(with_templat
 
 def test_thinking_off_and_a_later_question(with_template):
     more = (Turn("user", "Sure?"), Turn("assistant", "I am."))
-    text = marked(with_tool(more=more), with_template(HERMES), enable_thinking=False)
-    first, second, third = supervised(text)
-    assert first.startswith("<tool_call>\n")
-    assert first.endswith("</tool_call><|im_end|>")
-    assert [second, third] == ["Yes.<|im_end|>", "I am.<|im_end|>"]
-    assert "assistant\n<think>\n\n</think>\n\n⟦I am." in text
+    for reasoning in ("", "look"):  # given in the data, and not shown
+        talk = with_tool(reasoning=reasoning, more=more)
+        text = marked(talk, with_template(HERMES), enable_thinking=False)
+        first, second, third = supervised(text)
+        assert first.startswith("<tool_call>\n")
+        assert first.endswith("</tool_call><|im_end|>")
+        assert [second, third] == ["Yes.<|im_end|>", "I am.<|im_end|>"]
+        assert "assistant\n<think>\n\n</think>\n\n⟦I am." in text
 
 
 def test_text_beside_a_call(with_template):
@@ -178,6 +194,42 @@ def test_channels_and_a_token_of_their_own_for_calls(with_template):
     more = (Turn("user", "Sure?"), Turn("assistant", "I am."))
     spans = supervised(marked(with_tool(more=more), with_template(CHANNELS)))
     assert spans[1:] == ["|final>Yes.<|end|>", "|final>I am.<|return|>"]
+
+
+def test_dropped_thoughts_do_not_hide_the_headers_after_them(with_template):
+    talk = with_tool(reasoning="look", more=(Turn("user", "Sure?"), Turn("assistant", "I am.")))
+    thoughtful = replace(talk.turns[3], reasoning="hm")
+    talk = replace(talk, turns=(*talk.turns[:3], thoughtful, *talk.turns[4:]))
+    first, second, third = supervised(marked(talk, with_template(FORGETS)))
+    assert first.startswith(" to=rain|json>")
+    assert [second, third] == ["|final>Yes.<|end|>", "|final>I am.<|return|>"]
+    first, second, third = supervised(marked(talk, with_template(EMPTIES)))
+    shown = '<call>rain{"town": "Ulm", "days": 2}</call>'
+    assert first == f"<think></think>{shown}"
+    assert [second, third] == ["<think></think>Yes.", "<think></think>I am."]
+
+
+@pytest.mark.parametrize("template", [HERMES, FORGETS, EMPTIES, CALL_ALONE, STRICT])
+def test_the_same_call_three_times_with_thoughts(with_template, template):
+    """An agent at work: equal calls, equal results, and then another question."""
+    talk = with_tool(reasoning="look")
+    again = [replace(talk.turns[1], reasoning=thought) for thought in ("look", "wait", "once more")]
+    turns = [talk.turns[0]]
+    for call in again:
+        turns += [call, talk.turns[2]]
+    turns += [talk.turns[3], Turn("user", "Sure?"), Turn("assistant", "I am.")]
+    text = marked(replace(talk, turns=tuple(turns)), with_template(template))
+    spans = supervised(text)
+    assert len(spans) == 5
+    assert len(set(spans[:3])) == (3 if template == STRICT else 1)  # its ids are counted on
+    assert all("Ulm" in span and "60 %" not in span for span in spans[:3])
+    assert "Yes." in spans[3]
+    assert "I am." in spans[4]
+    unmarked = text
+    for span in spans:
+        unmarked = unmarked.replace(f"⟦{span}⟧", "", 1)
+    assert "Ulm" not in unmarked
+    assert unmarked.count("60 %") == 3
 
 
 @pytest.mark.parametrize("template", [TEXT_ARGUMENTS, PRINTS_ARGUMENTS])
