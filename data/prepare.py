@@ -31,7 +31,7 @@ from data.sources import FileDigest, RowLog, Source, digest, find_files, read_ro
 from data.spans import TEMPLATE_REASONS
 from data.split import copies, split
 from data.workers import encode_chunks
-from models.verifier import load_facts, load_tokenizer
+from models.facts import load_facts, load_tokenizer
 
 COPY = "exact copy of an earlier sample (data.dedupe)"
 CHUNK_ROWS = 256

@@ -32,7 +32,7 @@ from data.prepare import prepare  # noqa: E402
 from data.records import Turn  # noqa: E402
 from data.render import ChatTemplate  # noqa: E402
 from models.bundled import SMOLLM2  # noqa: E402
-from models.verifier import load_tokenizer  # noqa: E402
+from models.facts import load_tokenizer  # noqa: E402
 
 WORDS = ROOT / "data/demo/answers.jsonl"
 TURNS = ("user", "assistant", "user", "assistant")
