@@ -4,20 +4,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from conf.schema import (
-    HUB,
+    FULL,
     AnswerBackend,
-    Attention,
-    CaptureMode,
     ConfigError,
     RunConfig,
     Stage,
-    StateBackend,
 )
+from conf.stage_rules import flash_for_capture_alone, places, state_backends
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -38,7 +34,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
 
     ``running``: the stages whose input files must be there.
     """
-    for rules in (positive_numbers, shares, choices, combinations, answers):
+    for rules in (positive_numbers, shares, choices, data_and_vocabulary, combinations, answers):
         for message in rules(cfg):
             raise ConfigError(message)
     for rules in (flash_for_capture_alone, places, state_backends):
@@ -49,10 +45,10 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
 
 AT_LEAST_ONE = {  # knob: a value that works
     "ttt.depth": "7",
-    "draft.vocab_size": "32000",
     "draft.intermediate_size": "null",
     "draft.max_positions": "null",
     "data.max_samples": "null",
+    "data.workers": "null",
     "regenerate.max_new_tokens": "512",
     "regenerate.batch_size": "64",
     "regenerate.concurrency": "64",
@@ -160,6 +156,27 @@ def choices(cfg: RunConfig) -> Iterator[str]:
         yield f"eval.n_sweep={list(cfg.eval.n_sweep)}: chain lengths from 1; try [1,2,3,4,5]"
 
 
+def data_and_vocabulary(cfg: RunConfig) -> Iterator[str]:
+    size = cfg.draft.vocab_size
+    if size != FULL and (isinstance(size, str) or size < 1):
+        yield (
+            f"draft.vocab_size={size}: must be a number of tokens, at least 1, or {FULL}; "
+            "try draft.vocab_size=32000"
+        )
+    weights, paths = cfg.data.weights, cfg.data.path
+    if weights is not None and len(weights) != len(paths):
+        yield (
+            f"data.weights={list(weights)}: one for each of the {len(paths)} entries of data.path; "
+            "give as many, or null"
+        )
+    for weight in weights or []:
+        if not 0 < weight <= 1:
+            yield (
+                f"data.weights={list(weights or [])}: {weight} must be above 0 and at most 1, as "
+                "no conversation is stored twice; divide all of them by the largest"
+            )
+
+
 def combinations(cfg: RunConfig) -> Iterator[str]:
     if cfg.draft.fc_norm and cfg.draft.norm_before_fc:
         yield (
@@ -211,83 +228,3 @@ def answers(cfg: RunConfig) -> Iterator[str]:
             f"regenerate.api_key_env={section.api_key_env}: no such environment variable, or it is "
             "empty; export the key under that name, or set regenerate.api_key_env=null"
         )
-
-
-def flash_for_capture_alone(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
-    """Decoding hands the verifier masks of its own, which flash_attention_2 does not take."""
-    if cfg.verifier.attention is Attention.flash_attention_2 and Stage.eval in running:
-        yield (
-            "verifier.attention=flash_attention_2: works for stages=[prepare,capture,train] and "
-            "not for decoding; evaluate with verifier.attention=sdpa"
-        )
-
-
-def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
-    if not str(cfg.verifier.path):
-        yield "verifier.path=: is empty; give a folder or a hub name, as in verifier=qwen3_8b"
-    local = cfg.verifier.path.startswith(("/", "./", "../", "~"))
-    if local and not (Path(cfg.verifier.path).expanduser() / "config.json").is_file():
-        yield (
-            f"verifier.path={cfg.verifier.path}: no folder with a config.json; "
-            "give one, or a hub name"
-        )
-    needed = []
-    if Stage.prepare in running:
-        needed.append(("data.path", cfg.data.path, "make it with python -m data.regenerate"))
-    if Stage.eval in running:
-        needed.append(("eval.prompts", cfg.eval.prompts, "give a .jsonl file of prompts"))
-    for knob, paths, remedy in needed:
-        if not paths:
-            yield f"{knob}=[]: is empty; {remedy}, then {knob}=FILE"
-        for path in paths:
-            if knob == "data.path" and path.startswith(HUB):
-                continue  # only the hub knows
-            place = Path(path).expanduser()
-            if not place.exists() or (knob == "eval.prompts" and not place.is_file()):
-                yield f"{knob}={path}: no such file; {remedy}"
-
-
-def state_backends(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
-    """What the chosen capture.backend needs, and knobs that it would not heed."""
-    capture, backend = cfg.capture, cfg.capture.backend
-    if capture.tensor_parallel and backend is not StateBackend.transformers:
-        yield (
-            f"capture.tensor_parallel=true: has no effect with capture.backend={backend.value}; "
-            "take capture.backend=transformers (vLLM splits by capture.vllm_args)"
-        )
-    computes = backend is StateBackend.transformers and not capture.tensor_parallel
-    if capture.mode is CaptureMode.online and not computes:
-        yield (
-            "capture.mode=online: each rank computes with a whole verifier of its own; take "
-            "capture.backend=transformers without capture.tensor_parallel, or capture.mode=cache"
-        )
-    if capture.tensor_parallel and int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield (
-            "capture.tensor_parallel=true: one process cannot split a verifier; start with "
-            "torchrun --nproc-per-node=GPUS"
-        )
-    if (capture.dumped is not None) != (backend is StateBackend.dumped):
-        yield (
-            f"capture.dumped={capture.dumped}: goes with capture.backend=dumped, and that is "
-            f"{backend.value}; give both or neither"
-        )
-    if Stage.capture not in running:
-        return
-    if capture.dumped is not None and not Path(capture.dumped).expanduser().is_dir():
-        yield (
-            f"capture.dumped={capture.dumped}: no such folder; give the one that holds the "
-            ".safetensors files with token_ids and hidden_states"
-        )
-    if backend is StateBackend.vllm and not has_vllm(capture.vllm_python):
-        yield (
-            f"capture.vllm_python={capture.vllm_python or 'null'}: no Python with vLLM there; "
-            "name the interpreter of an environment with vllm >= 0.18, or take "
-            "capture.backend=transformers"
-        )
-
-
-def has_vllm(python: str | None) -> bool:
-    """Whether there is one; another interpreter is not asked, which would take seconds."""
-    if python is None:
-        return find_spec("vllm") is not None
-    return Path(python).expanduser().is_file()

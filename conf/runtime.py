@@ -55,9 +55,20 @@ def log_to(path: Path) -> None:
     _logs[:] = [path]
 
 
+_held: list[list[str]] = []  # where lines go that this process does not print itself
+
+
+def hold_lines() -> list[str]:
+    """From now on collect what is said in the list returned, for another process to say."""
+    _held[:] = [[]]
+    return _held[0]
+
+
 def say(text: str = "") -> None:
     """Print one line on standard output, from rank 0 alone."""
-    if RankInfo.from_env().is_main:
+    if _held:
+        _held[0].append(text)
+    elif RankInfo.from_env().is_main:
         print(text, flush=True)  # noqa: T201  the one door to standard output
         note_in_log(text)
 

@@ -8,6 +8,9 @@ MISSING: Any = "???"  # what OmegaConf reads as "must be given"; the schema need
 HUB = "hub:"  # opens the name of a hub data set among paths
 
 
+FULL = "full"  # of draft.vocab_size: the head scores every token of the verifier
+
+
 class ConfigError(ValueError):
     """A setting a person can mend. The message names knob, value, rule and way out."""
 
@@ -123,9 +126,7 @@ class VerifierSection:
 
 @dataclass
 class DraftSection:
-    vocab_size: int | None = (
-        32000  # most frequent supervised tokens; null: the verifier's whole vocabulary
-    )
+    vocab_size: int | str = 32000  # most frequent supervised tokens; full: the verifier's every one
     head_init: HeadInit = HeadInit.verifier
     intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's
@@ -146,6 +147,11 @@ class DataSection:
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
     last_turn_only: bool = False  # supervise the last answer of a conversation alone
     drop_cut: bool = False  # leave out rows whose answer was cut by a length limit
+    weights: list[float] | None = (
+        None  # one an entry of path: that share of its conversations is taken; null: all of each
+    )
+    dedupe: bool = False  # leave out exact copies; sampled answers may well repeat each other
+    workers: int | None = None  # processes; null: one a core, 16 at most, 1 for a few rows
 
 
 @dataclass

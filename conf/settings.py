@@ -9,6 +9,7 @@ from conf.schema import ConfigError, RunConfig
 SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engine")
 # Knobs of those sections that a rerun may change: how fast and whether, not what.
 FREE = (
+    "data.workers",
     "verifier.attention",
     "capture.tensor_parallel",
     "capture.chunk_tokens",

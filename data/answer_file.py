@@ -6,6 +6,7 @@ one synced write a batch; ``X.jsonl.meta.json`` says with what settings they are
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from conf.runtime import fingerprint, sync_folder, write_atomically
 from conf.schema import ConfigError
 from data.records import Turn
+from data.sources import Source
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,14 @@ def setting_of(path: Path, key: str) -> Any:
     return None
 
 
-def refuse_other_arguments(files: list[Path], template_kwargs: dict[str, Any]) -> None:
+def refuse_other_arguments(files: Sequence[Source], template_kwargs: dict[str, Any]) -> None:
     """Training must render what the verifier read. Raises ConfigError for answers made otherwise.
 
     Known of a file as long as its .meta.json lies beside it.
     """
     for file in files:
+        if not isinstance(file, Path):
+            continue
         made_with = setting_of(file, "data.template_kwargs")
         if made_with is not None and made_with != template_kwargs:
             raise ConfigError(

@@ -47,10 +47,9 @@ def begin(cfg: RunConfig, prepared: PreparedData, held: ExitStack) -> CaptureJob
     facts = load_facts(cfg.verifier, cache_dir(cfg))
     manifest = manifest_of(cfg, prepared, facts)
     folder = cache_dir(cfg) / f"capture-{manifest.fingerprint}"
-    lengths = torch.tensor([len(sample.input_ids) for sample in prepared.samples])
-    asking = torch.tensor([int(sample.loss_mask[1:].sum()) for sample in prepared.samples])
-    sizes = RowSizes.of(facts.hidden_size, len(facts.aux_layers), getattr(torch, manifest.dtype))
-    spans = plan_spans(lengths, asking, sizes, cfg.capture.shard_mib * MIB)
+    samples, dtype = prepared.samples, getattr(torch, manifest.dtype)
+    sizes = RowSizes.of(facts.hidden_size, len(facts.aux_layers), dtype)
+    spans = plan_spans(samples.lengths, samples.asking, sizes, cfg.capture.shard_mib * MIB)
     if manifest_file(folder).exists():
         try:
             found = open_manifest(folder)

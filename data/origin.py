@@ -83,7 +83,7 @@ def data_facts(cfg: RunConfig, prepared: PreparedData) -> DataFacts:
     agreement = find_agreement(cfg, prepared)
     return DataFacts(
         origin=", ".join(cfg.data.path),
-        samples=sum(not sample.held_out for sample in prepared.samples),
+        samples=int((~prepared.samples.held_out).sum()),
         tokens=int(prepared.token_counts.sum()),
         agreement=None if agreement is None else agreement.top1,
     )

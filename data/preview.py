@@ -9,20 +9,18 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.compose import entry
 from conf.runtime import cache_dir, say, write_atomically
 from conf.schema import ConfigError, RunConfig
-from data.corpus import count_labels, read_facts
+from data.corpus import read_facts
 from data.origin import find_agreement
 from data.prepare import prepare
 from data.preview_page import PageWriter
 from data.records import PreparedData, TokenizedSample
 from models.verifier import load_tokenizer
-from models.vocab import DraftVocab
+from models.vocab import DraftVocab, draft_vocab_size
 
 SHOWN = 2  # samples printed
 BINS = 10
@@ -56,22 +54,12 @@ def histogram(lengths: list[int]) -> list[str]:
     return lines
 
 
-def held_out_counts(prepared: PreparedData) -> Tensor:
-    """How often each token is a label in the held-out samples, [V]."""
-    tokens = torch.cat([sample.input_ids for sample in prepared.samples])
-    mask = torch.cat([sample.loss_mask for sample in prepared.samples])
-    held = torch.cat(
-        [torch.full_like(sample.loss_mask, sample.held_out) for sample in prepared.samples]
-    )
-    return count_labels(mask, tokens, held, prepared.token_counts.numel())
-
-
 def figures(cfg: RunConfig, prepared: PreparedData, vocab: DraftVocab) -> list[str]:
     """Lines about all of the samples."""
-    lengths = [sample.input_ids.numel() for sample in prepared.samples]
-    supervised = sum(int(sample.loss_mask.sum()) for sample in prepared.samples)
+    lengths = prepared.samples.lengths.tolist()
+    supervised = int(prepared.samples.mask.sum())
     training = vocab.coverage(prepared.token_counts)
-    held_out = vocab.coverage(held_out_counts(prepared))
+    held_out = vocab.coverage(prepared.held_out_counts)
     return [
         *origin(cfg, prepared),
         "",
@@ -87,13 +75,13 @@ def figures(cfg: RunConfig, prepared: PreparedData, vocab: DraftVocab) -> list[s
 
 def origin(cfg: RunConfig, prepared: PreparedData) -> list[str]:
     """Where the samples are from, and what became of the rows that are none."""
-    rows, facts = prepared.skipped, read_facts(prepared.folder)
-    held_out = sum(sample.held_out for sample in prepared.samples)
-    greedy = sum(sample.greedy for sample in prepared.samples)
+    rows, made = prepared.skipped, read_facts(prepared.folder).made_with
+    held_out = int(prepared.samples.held_out.sum())
+    greedy = int(prepared.samples.greedy.sum())
     skipped = sorted(rows.reasons.items(), key=lambda item: -item[1])
     return [
         f"data: {', '.join(cfg.data.path)}",
-        f"chat template: {facts['template']}, arguments {facts['template_kwargs'] or 'none'}",
+        f"chat template: {made.template}, arguments {made.template_kwargs or 'none'}",
         f"{rows.rows_in:,} rows in, {rows.rows_out:,} samples out ({held_out:,} held out; "
         f"{greedy:,} end with the verifier's greedy answer)",
         *(f"  skipped {count:,}: {reason}" for reason, count in skipped),
@@ -114,9 +102,9 @@ def write_page(cfg: RunConfig, prepared: PreparedData, page: PageWriter, lines: 
     """``preview.samples`` of the samples, held-out ones among them, spread over all of them."""
     count, wanted = len(prepared.samples), cfg.preview.samples
     places = sorted({i * count // wanted for i in range(wanted)})
-    held_out = [i for i, sample in enumerate(prepared.samples) if sample.held_out]
-    if not any(prepared.samples[i].held_out for i in places):
-        places = sorted({*places[: wanted - 1], held_out[0]})
+    held_out = prepared.samples.held_out
+    if not held_out[places].any():
+        places = sorted({*places[: wanted - 1], int(held_out.int().argmax())})
     path = Path(cfg.preview.page or prepared.folder / "preview.html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +125,8 @@ def main(cfg: RunConfig) -> None:
         share = float(sample.loss_mask.float().mean())
         say(f"\nsample {number}: {sample.id} ({kind}, {share:.1%} of its tokens supervised)")
         say(marked_text(sample, tokenizer, colour=sys.stdout.isatty()))
-    vocab = DraftVocab.from_counts(prepared.token_counts, cfg.draft.vocab_size)
+    size = draft_vocab_size(cfg.draft, prepared.token_counts.numel())
+    vocab = DraftVocab.from_counts(prepared.token_counts, size)
     lines = figures(cfg, prepared, vocab)
     say()
     for line in lines:

@@ -8,7 +8,9 @@ norm.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +61,54 @@ class TokenizedSample:
     loss_mask: Tensor  # [T] bool: answer tokens, the end-of-turn token included
     greedy: bool
     held_out: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Samples(Sequence[TokenizedSample]):
+    """S samples with N tokens in flat tensors, mapped from their file: a record is made when it is
+    asked for, and a million of them take no memory."""
+
+    tokens: Tensor  # [N] int32
+    mask: Tensor  # [N] uint8
+    offsets: Tensor  # [S+1] int64 places in tokens
+    id_text: Tensor  # uint8: the ids in UTF-8, one behind the other
+    id_offsets: Tensor  # [S+1] int64 places in id_text
+    greedy: Tensor  # [S] bool
+    held_out: Tensor  # [S] bool
+    prompts: Tensor  # [S] int64: data.split's digest of the tokens before the first answer
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] tokens of each sample."""
+        return self.offsets.diff()
+
+    @property
+    def asking(self) -> Tensor:
+        """[S] rows of each sample whose next token is supervised."""
+        mask, firsts = self.mask.numpy(), self.offsets[:-1].numpy()
+        supervised = np.add.reduceat(mask, firsts, dtype=np.int64)
+        return torch.from_numpy(supervised - mask[firsts])
+
+    def __len__(self) -> int:
+        return len(self.greedy)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenizedSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenizedSample]: ...
+    def __getitem__(self, index: int | slice) -> TokenizedSample | list[TokenizedSample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]  # counts from the end too; IndexError beyond
+        start, end = self.offsets[place : place + 2].tolist()
+        first, last = self.id_offsets[place : place + 2].tolist()
+        return TokenizedSample(
+            id=self.id_text[first:last].numpy().tobytes().decode("utf-8", "surrogatepass"),
+            input_ids=self.tokens[start:end].long(),
+            loss_mask=self.mask[start:end].bool(),
+            greedy=bool(self.greedy[place]),
+            held_out=bool(self.held_out[place]),
+        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +189,7 @@ class Skipped:
     rows_out: int
     reasons: dict[str, int] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)  # rows kept with a change, by its name
+    first: dict[str, str] = field(default_factory=dict)  # reason -> the first row it befell
 
 
 @dataclass(frozen=True)
@@ -147,6 +198,7 @@ class PreparedData:
 
     folder: Path
     fingerprint: str
-    samples: list[TokenizedSample]
+    samples: Samples
     token_counts: Tensor  # [V] int64: how often each token is a label in the training split
+    held_out_counts: Tensor  # [V] int64: and in the held-out samples
     skipped: Skipped

@@ -74,7 +74,8 @@ class RowLog:
             say(f"note: {text}")
 
     def summary(self) -> Skipped:
-        return Skipped(self.rows_in, self.rows_out, dict(self.skipped), dict(self.changed))
+        reasons, changed, first = dict(self.skipped), dict(self.changed), dict(self.first)
+        return Skipped(self.rows_in, self.rows_out, reasons, changed, first)
 
     def reasons(self) -> str:
         """The reasons in words, most frequent first: ``3 x no answer (first: a.jsonl:7)``."""

@@ -24,6 +24,7 @@ from data.distributed import pick_device, use_threads
 from data.origin import data_facts
 from data.prepare import find_prepared
 from data.records import PreparedData, Skipped
+from data.split import prompt_digest
 from eval.acceptance import NgramTable
 from eval.decode import DecodeSettings
 from eval.measure import ExactRuns, run_exact, training_answers
@@ -161,7 +162,7 @@ def describe_data(
     draft_folder: Path,
 ) -> DataOrigin:
     facts = data_facts(cfg, data)
-    held_out = sum(sample.held_out for sample in data.samples)
+    held_out = int(data.samples.held_out.sum())
     return DataOrigin(
         prompt_files=list(cfg.eval.prompts),
         prompts_read=chosen.skipped.rows_out,
@@ -171,7 +172,7 @@ def describe_data(
         training_files=list(cfg.data.path),
         training_samples=len(data.samples) - held_out,
         held_out_samples=held_out,
-        longest_training_sample=max(len(sample.input_ids) for sample in data.samples),
+        longest_training_sample=int(data.samples.lengths.max()),
         held_out_tau=read_held_out_tau(draft_folder),
         supervised_tokens=facts.tokens,
         verifier_agreement=facts.agreement,
@@ -181,13 +182,9 @@ def describe_data(
 
 def count_trained_prompts(exact: ExactRuns, data: PreparedData) -> int:
     """Measured turns whose prompt, token by token, begins a training sample."""
-    trained = {
-        tuple(sample.input_ids[: int(sample.loss_mask.int().argmax())].tolist())
-        for sample in data.samples
-        if not sample.held_out
-    }
-    asked = [answer.prompt_ids for one in exact.runs for answer in one.answers]
-    return sum(tuple(prompt_ids) in trained for prompt_ids in asked)
+    trained = data.samples.prompts[~data.samples.held_out]
+    asked = [prompt_digest(answer.prompt_ids) for one in exact.runs for answer in one.answers]
+    return int(torch.isin(torch.tensor(asked, dtype=torch.int64), trained).sum())
 
 
 def write_report(report: EvalReport, run: Path) -> None:

@@ -177,7 +177,7 @@ def count_floor(runs: PromptRuns, table: NgramTable, n_draft: int) -> Counters:
     )
 
 
-def training_answers(samples: list[TokenizedSample]) -> list[list[int]]:
+def training_answers(samples: Sequence[TokenizedSample]) -> list[list[int]]:
     """Token ids of every supervised span of the training split."""
     spans: list[list[int]] = []
     for sample in samples:

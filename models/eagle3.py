@@ -12,7 +12,7 @@ from models.layers import DraftAttention, GatedMLP, MidLayer, StreamNorm
 from models.memory import Memory
 from models.rope import Rope, settled
 from models.verifier import VerifierEnds, VerifierFacts
-from models.vocab import DraftVocab
+from models.vocab import DraftVocab, draft_vocab_size
 
 INIT_STD = 0.02  # of every matrix that is not copied from the verifier
 
@@ -48,7 +48,7 @@ class DraftConfig:
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             vocab_size=facts.vocab_size,
-            draft_vocab_size=min(section.vocab_size or facts.vocab_size, facts.vocab_size),
+            draft_vocab_size=draft_vocab_size(section, facts.vocab_size),
             aux_layers=list(facts.aux_layers),
             rms_norm_eps=layer.rms_norm_eps,
             max_positions=max_positions,

@@ -5,6 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from conf.schema import DraftSection
+
+
+def draft_vocab_size(section: DraftSection, total: int) -> int:
+    """Vd of a head for a verifier of ``total`` tokens: what is asked for, V at most."""
+    return total if isinstance(section.vocab_size, str) else min(section.vocab_size, total)
+
 
 @dataclass(frozen=True)
 class DraftVocab:
@@ -14,14 +21,14 @@ class DraftVocab:
     t2d: Tensor
 
     @classmethod
-    def from_counts(cls, counts: Tensor, size: int | None) -> "DraftVocab":
+    def from_counts(cls, counts: Tensor, size: int) -> "DraftVocab":
         """Take the ``size`` most frequent tokens of ``counts`` [V]; ties go to the smaller id.
 
-        With ``size`` None or at least V every token is in. Tokens never seen fill what is left
-        over, smallest ids first, so that the size is always the one asked for.
+        With a ``size`` of V or more every token is in. Tokens never seen fill what is left over,
+        smallest ids first, so that the size is always the one asked for.
         """
         total = counts.numel()
-        size = total if size is None else min(size, total)
+        size = min(size, total)
         order = counts.argsort(descending=True, stable=True)
         ids = order[:size].sort().values
         member = torch.zeros(total, dtype=torch.bool)

@@ -170,7 +170,8 @@ def build(
     dtype = torch.bfloat16 if cfg.engine.precision is Precision.bfloat16 else torch.float32
     head = ends.head[vocab.target_ids].to(device=device, dtype=dtype)
     share = vocab.coverage(prepared.token_counts)
-    say(f"draft vocabulary: {config.draft_vocab_size:,} tokens, {share:.1%} of the training labels")
+    size, total = config.draft_vocab_size, config.vocab_size
+    say(f"draft vocabulary: {size:,} of {total:,} tokens, {share:.1%} of the training labels")
     kernel = choose_kernel(cfg.engine.attention, device, dtype, config.head_dim)
     teacher = Distillation(cfg.loss.kind, head, ends.config)
     module = TrainingTimeTest(draft, teacher, cfg.ttt, kernel, cfg.engine.recompute)

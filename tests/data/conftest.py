@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from conf.schema import RunConfig, VerifierSection
 from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
-from data.records import PreparedData, Skipped, TokenizedSample
+from data.records import PreparedData, Samples, Skipped, TokenizedSample
 from data.shard_file import describe, write_shard
 from data.shard_plan import RowSizes, plan_spans
 from data.shards import HiddenStateShard, SampleStates
@@ -43,8 +43,28 @@ def some_samples() -> list[TokenizedSample]:
 @pytest.fixture
 def prepared(some_samples: list[TokenizedSample], tmp_path: Path) -> PreparedData:
     counts = torch.zeros(128, dtype=torch.int64)
-    rows = len(some_samples)
-    return PreparedData(tmp_path, "prepared00", some_samples, counts, Skipped(rows, rows))
+    rows = Skipped(len(some_samples), len(some_samples))
+    return PreparedData(tmp_path, "prepared00", flat(some_samples), counts, counts, rows)
+
+
+@pytest.fixture
+def flatten() -> Callable[[list[TokenizedSample]], Samples]:
+    return flat
+
+
+def flat(samples: list[TokenizedSample]) -> Samples:
+    """What the prepare stage makes of ``samples``."""
+    ids = [torch.tensor(list(sample.id.encode()), dtype=torch.uint8) for sample in samples]
+    return Samples(
+        tokens=torch.cat([sample.input_ids for sample in samples]).int(),
+        mask=torch.cat([sample.loss_mask for sample in samples]).to(torch.uint8),
+        offsets=torch.tensor([0, *(len(sample.input_ids) for sample in samples)]).cumsum(0),
+        id_text=torch.cat(ids),
+        id_offsets=torch.tensor([0, *map(len, ids)]).cumsum(0),
+        greedy=torch.tensor([sample.greedy for sample in samples]),
+        held_out=torch.tensor([sample.held_out for sample in samples]),
+        prompts=torch.arange(len(samples)),
+    )
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_bfloat16_storage_rounds_once(cfg: RunConfig, prepared: PreparedData, tm
 
 
 def test_agreement_is_high_for_the_verifiers_own_text(
-    cfg: RunConfig, prepared: PreparedData, tiny_verifier: Path, capsys
+    cfg: RunConfig, prepared: PreparedData, flatten, tiny_verifier: Path, capsys
 ):
     model = AutoModelForCausalLM.from_pretrained(tiny_verifier, dtype=torch.float32)
     samples = []
@@ -151,7 +151,7 @@ def test_agreement_is_high_for_the_verifiers_own_text(
         text = model.generate(start, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
         mask = torch.arange(len(text)) >= 5
         samples.append(replace(sample, input_ids=text, loss_mask=mask))
-    capture(cfg, replace(prepared, samples=samples), ALONE)
+    capture(cfg, replace(prepared, samples=flatten(samples)), ALONE)
     assert "top choice agrees with 100.0% of them" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.schema import DraftSection, HeadInit, Precision, VerifierSection
+from conf.schema import FULL, DraftSection, HeadInit, Precision, VerifierSection
 from eval.decode import DecodeSettings, decode_plain
 from models.eagle3 import DraftConfig, DraftOutput, Eagle3Draft
 from models.verifier import Verifier, load_ends
@@ -72,7 +72,7 @@ def make_draft(verifier: Verifier, section: VerifierSection, tmp_path: Path):
     """Build a random head: make_draft(vocab_size=..., max_positions=..., scripted=True)."""
 
     def make(
-        vocab_size: int | None = None, max_positions: int | None = None, scripted: bool = False
+        vocab_size: int | str = FULL, max_positions: int | None = None, scripted: bool = False
     ) -> Eagle3Draft:
         options = DraftSection(vocab_size=vocab_size, max_positions=max_positions)
         config = DraftConfig.of(options, verifier.facts)
@@ -80,7 +80,9 @@ def make_draft(verifier: Verifier, section: VerifierSection, tmp_path: Path):
         torch.manual_seed(1)
         draft = ScriptedDraft(config) if scripted else Eagle3Draft(config)
         ends = load_ends(section, tmp_path, torch.float32)
-        draft.initialise(ends, DraftVocab.from_counts(counts, vocab_size), HeadInit.verifier)
+        draft.initialise(
+            ends, DraftVocab.from_counts(counts, config.draft_vocab_size), HeadInit.verifier
+        )
         return draft.eval().requires_grad_(False)
 
     return make

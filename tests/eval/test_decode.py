@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conf.schema import ConfigError
+from conf.schema import FULL, ConfigError
 from eval.decode import DecodeSettings, Speculation, decode_plain, decode_speculative
 from eval.rounds import RoundPlan, judge_proposal, propose
 from eval.sides import DraftDecoder
@@ -31,7 +31,7 @@ def test_plain_decoding_equals_argmax_without_a_cache(verifier: Verifier):
 def test_a_real_draft_changes_no_token(verifier: Verifier, make_draft):
     for prompt in (PROMPT, [7], list(range(3, 60))):
         plain = decode_plain(verifier, prompt, SETTINGS)
-        for vocab_size in (None, 40):
+        for vocab_size in (FULL, 40):
             output = decode_speculative(verifier, make_draft(vocab_size), prompt, SETTINGS)
             assert output.tokens == plain.tokens
 

@@ -15,6 +15,7 @@ from conf.schema import ConfigError, Device, EvalSection, RunConfig, RunSection,
 from data.prepare import prepare
 from data.records import TokenizedSample
 from data.render import REFUSED
+from data.split import prompt_digest
 from data.template import encode_prompt
 from eval import main as stage
 from eval.decode import DecodeSettings
@@ -212,13 +213,12 @@ def test_training_answers_are_the_supervised_spans_of_the_training_split():
 
 
 def test_prompts_that_were_trained_on_are_counted():
-    ids, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([False, False, True, True])
-    samples = [TokenizedSample("a", ids, mask, greedy=True, held_out=False)]
-    asked = [SimpleNamespace(prompt_ids=[5, 6]), SimpleNamespace(prompt_ids=[5])]
+    prompts = torch.tensor([prompt_digest([5, 6]), prompt_digest([5, 6, 7])])
+    asked = [SimpleNamespace(prompt_ids=ids) for ids in ([5, 6], [5], [5, 6], [5, 6, 7])]
     exact = SimpleNamespace(runs=[SimpleNamespace(answers=asked)])
-    assert count_trained_prompts(exact, SimpleNamespace(samples=samples)) == 1
-    held_out = [TokenizedSample("a", ids, mask, greedy=True, held_out=True)]
-    assert count_trained_prompts(exact, SimpleNamespace(samples=held_out)) == 0
+    for held_out, count in (([False, True], 2), ([False, False], 3), ([True, True], 0)):
+        samples = SimpleNamespace(prompts=prompts, held_out=torch.tensor(held_out))
+        assert count_trained_prompts(exact, SimpleNamespace(samples=samples)) == count
 
 
 def test_a_run_that_does_not_exist_is_named(cfg: RunConfig):

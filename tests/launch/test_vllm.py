@@ -16,7 +16,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conf.schema import DraftSection, HeadInit, LossKind, Precision, TTTSection, VerifierSection
+from conf.schema import (
+    FULL,
+    DraftSection,
+    HeadInit,
+    LossKind,
+    Precision,
+    TTTSection,
+    VerifierSection,
+)
 from data.chains import Chains
 from data.loader import collate, starts_of
 from data.records import CachedSample, TokenizedSample
@@ -30,7 +38,7 @@ from models.export.vllm_check import check
 from models.kernels import CPU_FLASH
 from models.memory import DraftCache
 from models.verifier import Verifier, VerifierEnds
-from models.vocab import DraftVocab
+from models.vocab import DraftVocab, draft_vocab_size
 from train.loss import Distillation
 from train.ttt import TrainingTimeTest
 
@@ -53,7 +61,7 @@ HEADS = [
     pytest.param(DraftSection(vocab_size=1024, fc_norm=True), id="the demo's flags"),
     pytest.param(
         DraftSection(
-            vocab_size=None, norm_before_fc=True, norm_before_residual=True, norm_output=True
+            vocab_size=FULL, norm_before_fc=True, norm_before_residual=True, norm_output=True
         ),
         id="the other flags and the whole vocabulary",
         marks=pytest.mark.slow,
@@ -137,7 +145,7 @@ def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection)
     answers = [decode_plain(verifier, ids, settings(0)).tokens for ids in prompts]
     samples = [cached(verifier, *pair) for pair in zip(prompts, answers, strict=True)]
     counts = torch.bincount(torch.tensor([*chain(*answers)]), minlength=verifier.facts.vocab_size)
-    vocab = DraftVocab.from_counts(counts, section.vocab_size)
+    vocab = DraftVocab.from_counts(counts, draft_vocab_size(section, len(counts)))
     torch.manual_seed(0)
     draft = Eagle3Draft(DraftConfig.of(section, verifier.facts))
     config = verifier.model.config

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conf.runtime import RankInfo
 from conf.schema import (
+    FULL,
     DraftSection,
     HeadInit,
     LossKind,
@@ -110,9 +111,9 @@ def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Benc
     samples[2] = greedy_sample(verifier, asked[2])
     assert 2 < int(samples[2].sample.loss_mask.sum()) <= 18
     torch.manual_seed(0)
-    draft = Eagle3Draft(DraftConfig.of(DraftSection(vocab_size=None), verifier.facts))
+    draft = Eagle3Draft(DraftConfig.of(DraftSection(vocab_size=FULL), verifier.facts))
     ends = load_ends(section, cache, torch.float32)
-    vocab = DraftVocab.from_counts(torch.ones(128, dtype=torch.int64), None)
+    vocab = DraftVocab.from_counts(torch.ones(128, dtype=torch.int64), 128)
     draft.initialise(ends, vocab, HeadInit.verifier)
     overfit(draft, samples, ends.head, verifier)
     return Bench(verifier, draft, asked, samples)

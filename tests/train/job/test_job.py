@@ -98,6 +98,23 @@ def test_the_same_call_again_skips_every_stage(place, finished: Path):
     assert place.digests(*folders) == before
 
 
+def test_a_head_for_the_whole_vocabulary(place, finished: Path):
+    stages = "stages=[prepare,capture,train,export]"
+    few = ["optim.max_steps=4", "log.valid_every=4", "log.save_every=4"]
+    out, _ = place.finish(place.words("full", stages, "draft.vocab_size=full", *few))
+    assert "draft vocabulary: 128 of 128 tokens, 100.0% of the training labels" in out
+    with safe_open(place.run("full") / "best" / "draft.safetensors", "pt") as file:
+        assert file.get_slice("lm_head.weight").get_shape()[0] == 128
+        assert file.get_tensor("t2d").all() and not file.get_tensor("d2t").any()
+    exported = place.run("full") / "export" / "vllm"
+    config = json.loads((exported / "config.json").read_text())
+    assert config["draft_vocab_size"] == config["vocab_size"] == 128
+    with safe_open(exported / "model.safetensors", "pt") as file:
+        assert not {"d2t", "t2d"} & set(file.keys())  # vLLM refuses a map of equal sizes
+    with safe_open(finished / "export" / "vllm" / "model.safetensors", "pt") as file:
+        assert {"d2t", "t2d"} <= set(file.keys())
+
+
 def test_a_stage_whose_output_is_gone_is_not_skipped(tmp_path: Path):
     done = Stamps(tmp_path)
     (tmp_path / "eval").mkdir()
