@@ -265,7 +265,7 @@ def test_a_row_that_the_template_refuses_is_named(with_template, tiny_verifier, 
     prepared = prepare(config)
     assert [sample.id for sample in prepared.samples] == ["row-0", "row-1", "row-3"]
     said = capsys.readouterr().out
-    assert "skipped 1: refused by the chat template (first: row-2)" in said
+    assert "skipped 1: refused by the chat template (first: a.jsonl:3)" in said
     assert "no system role" in said
 
 
