@@ -42,7 +42,7 @@ def load(section: VerifierSection, cache: Path) -> Verifier:
 def test_a_folder_without_weights_is_refused_before_anything_is_loaded(folder: Path, monkeypatch):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    monkeypatch.setattr(module, "from_files", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(module, "place", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(module, "load_facts", lambda *_: pytest.fail("read the config"))
     assert "holds no model.safetensors" in refusal(load, folder)
     assert "holds no .safetensors" in refusal(lambda *_: weights_fingerprint(folder), folder)
