@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Attention, ConfigError, RunConfig, Stage, StateBackend
+from conf.schema import HUB, Attention, CaptureMode, ConfigError, RunConfig, Stage, StateBackend
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -49,7 +49,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "capture.batch_tokens": "4096",
     "capture.shard_mib": "1024",
     "capture.chunk_tokens": "65536",
-    "optim.batch_size": "16",
+    "optim.packs_per_step": "8",
     "optim.micro_batch_tokens": "8192",
     "optim.max_steps": "null",
     "engine.threads": "null",
@@ -167,10 +167,10 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
             "is left to make; try regenerate.samples=1"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if Stage.train in cfg.stages and cfg.optim.batch_size < world:
+    if Stage.train in cfg.stages and cfg.optim.packs_per_step < world:
         yield (
-            f"optim.batch_size={cfg.optim.batch_size}: smaller than the {world} ranks, some would "
-            f"idle; try optim.batch_size={world}"
+            f"optim.packs_per_step={cfg.optim.packs_per_step}: smaller than the {world} ranks, "
+            f"some would idle; try optim.packs_per_step={world}"
         )
 
 
@@ -201,6 +201,8 @@ def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
         if not paths:
             yield f"{knob}=[]: is empty; {remedy}, then {knob}=FILE"
         for path in paths:
+            if knob == "data.path" and path.startswith(HUB):
+                continue  # only the hub knows
             place = Path(path).expanduser()
             if not place.exists() or (knob == "eval.prompts" and not place.is_file()):
                 yield f"{knob}={path}: no such file; {remedy}"
@@ -213,6 +215,12 @@ def state_backends(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
         yield (
             f"capture.tensor_parallel=true: has no effect with capture.backend={backend.value}; "
             "take capture.backend=transformers (vLLM splits by capture.vllm_args)"
+        )
+    computes = backend is StateBackend.transformers and not capture.tensor_parallel
+    if capture.mode is CaptureMode.online and not computes:
+        yield (
+            "capture.mode=online: each rank computes with a whole verifier of its own; take "
+            "capture.backend=transformers without capture.tensor_parallel, or capture.mode=cache"
         )
     if capture.tensor_parallel and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield (

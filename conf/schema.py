@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any
 
 MISSING: Any = "???"  # what OmegaConf reads as "must be given"; the schema needs no library
+HUB = "hub:"  # opens the name of a hub data set among paths
 
 
 class ConfigError(ValueError):
@@ -32,6 +33,11 @@ class StateDtype(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     fp8 = "float8_e4m3fn"  # half the bytes; a scale a row and state
+
+
+class CaptureMode(Enum):
+    cache = "cache"  # write the states once, read them every epoch
+    online = "online"  # compute them when a step needs them, and write nothing
 
 
 class Device(Enum):
@@ -116,7 +122,7 @@ class DraftSection:
         32000  # most frequent supervised tokens; null: the verifier's whole vocabulary
     )
     head_init: HeadInit = HeadInit.verifier
-    intermediate_size: int | None = None  # MLP width; null: the verifier's
+    intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's
     norm_before_residual: bool = False  # layer-0 residual is the normed state
     norm_before_fc: bool = False  # one RMSNorm over the concatenated aux states
@@ -126,9 +132,9 @@ class DraftSection:
 
 @dataclass
 class DataSection:
-    path: list[str] = field(
-        default_factory=list
-    )  # conversation files or folders (json, jsonl, parquet)
+    # Conversation files (json, jsonl, either also .gz or .zst; parquet), folders of them, and hub
+    # data sets as hub:OWNER/NAME, hub:OWNER/NAME:CONFIG or hub:OWNER/NAME:CONFIG@SPLIT (train)
+    path: list[str] = field(default_factory=list)
     max_length: int = 2048  # tokens a sample; longer ones are cut after the last whole token
     valid_share: float = 0.05  # share of conversation ids held out for acceptance
     max_samples: int | None = None  # read at most so many conversations
@@ -150,6 +156,7 @@ class RegenerateSection:
 
 @dataclass
 class CaptureSection:
+    mode: CaptureMode = CaptureMode.cache  # online holds the verifier beside the draft
     dtype: StateDtype = StateDtype.bfloat16  # precision of the stored states
     batch_tokens: int = 4096  # tokens of one verifier forward, padding included
     shard_mib: int = 1024  # size of one shard
@@ -187,7 +194,7 @@ class OptimSection:
     clip: float = 0.5  # largest global gradient norm
     warmup_share: float = 0.04  # share of all steps with rising learning rate
     min_lr_share: float = 0.1  # end of the cosine, as a share of lr
-    batch_size: int = 16  # samples an optimizer step, over all ranks
+    packs_per_step: int = 8  # packs an optimizer step, over all ranks
     micro_batch_tokens: int = (
         8192  # tokens of a pack, a rank's forward; a longer sample is one alone
     )

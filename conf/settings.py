@@ -13,7 +13,7 @@ FREE = (
     "capture.tensor_parallel",
     "capture.chunk_tokens",
     "capture.vllm_python",
-    "optim.micro_batch_tokens",
+    "capture.mode",
     "engine.attention",
     "engine.compile",
     "engine.recompute",

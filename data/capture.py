@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from conf.compose import entry
 from conf.runtime import RankInfo, progress, say
-from conf.schema import ConfigError, RunConfig
+from conf.schema import CaptureMode, ConfigError, RunConfig
 from data.backends import Job, StateSource, state_source
 from data.capture_job import CaptureJob, begin
 from data.corpus import load_prepared
@@ -160,6 +160,11 @@ def summary(manifest: Manifest) -> str:
 
 
 def main(cfg: RunConfig) -> None:
+    if cfg.capture.mode is CaptureMode.online:
+        raise ConfigError(
+            "capture.mode=online: writes no states, and data.capture does nothing else; take "
+            "capture.mode=cache, or train without this command"
+        )
     ranks = RankInfo.from_env()
     use_threads(cfg.engine.threads)
     setup(pick_device(cfg.run.device, ranks.local_rank))

@@ -1,46 +1,76 @@
 """One row of a conversation file, in any dialect we read, as a Conversation; or the reason why not.
 
-Dialects: ``messages`` or ``conversations`` holding turns of role/content (text, or a list of text
-parts) or of from/value (ShareGPT). Keys read beside it: id, system, task, greedy, cut, answer_ids.
-Rules for what people hand in:
+A row is of the first dialect whose keys it holds. Null is the same as absent everywhere.
 
-- a role name outside ROLES is the assistant's (people put the model's name there) when it is the
-  row's only unknown one, no other turn is the assistant's, and each of its turns follows a user
-  turn; any other unknown name skips the row. A note is printed once a name, either way.
-- assistant turns before the first user turn answer nothing and are left out; so are turns after
-  the last answer, and system turns without text.
-- two turns of one role in a row are merged, with a blank line between.
-- tool calls, tool results, reasoning parts and images skip the row: dropping them would change
-  what the answer answers.
+==============  =============================================================================
+token ids       ``input_ids`` with ``loss_mask``, or with ``labels`` (-100: not supervised);
+                places where ``attention_mask`` is 0 are left out. Ids are taken as they are.
+turns           ``messages``, ``conversations``, ``conversation``: a list of turns of
+                ``role``/``content`` or of ``from``/``value`` (ShareGPT)
+glaive          ``chat``: text with ``USER:``, ``ASSISTANT:``, ``FUNCTION RESPONSE:`` at the
+                start of paragraphs, and ``<functioncall>`` before a call
+pairs           the first of layouts.PAIRS: ``instruction`` + ``output`` (Alpaca; ``input`` or
+                ``context`` follows the instruction after a blank line), ``prompt`` +
+                ``response``, ... Either side may be a list of turns. ``history``: earlier
+                pairs. A reasoning key of the row is the answer's.
+==============  =============================================================================
+
+Beside them: id, ``system`` or ``system_prompt`` (unless a system turn opens the row), ``tools`` or
+``functions`` (a list, or its JSON text; each schema is put under ``function`` where it is not), and
+what data.regenerate writes: task, greedy, cut, answer_ids. Other keys are not read.
+
+==============  =============================================================================
+roles           ROLES, in any case. ``function_call`` and ``tool_call`` turns are the
+                assistant's, their text the call; results are ``tool`` turns.
+other roles     the assistant's (people put the model's name there) when it is the row's only
+                unknown one, no other turn is the assistant's, and each of its turns follows
+                another, not the system's; else the row is skipped. One note a name, either way
+content         text, or a list of typed parts: text, reasoning, calls, results. Images and
+                other media skip the row by their name. ``<think>`` inside text stays there.
+reasoning       a part, or ``reasoning_content``, ``thinking`` or ``reasoning`` of a turn
+calls           ``tool_calls`` (OpenAI), ``function_call``, a part. Arguments are an object or
+                its JSON text. Call ids only serve to name the tool of a result, and to put
+                the results of several calls in the order of the calls.
+order           neighbours of one role are merged, with a blank line between, unless that
+                moves thoughts or text past what was said before; tool results stay apart
+start, end      what stands before the first user turn answers nothing and is left out, system
+                turns apart; so are turns after the last answer, and system turns without text
+skipped         rows without a user turn or an answer, with a turn without text (tool results
+                and calls may have none), with a NUL or half a surrogate pair in any text
+==============  =============================================================================
 """
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 
-from data.records import Conversation, Turn
+from data.layouts import TURN_LISTS, raw_turns, text_of_key
+from data.records import Conversation, Tokenised, Turn
+from data.turns import (
+    RowRefused,
+    first_of,
+    in_call_order,
+    joined,
+    named,
+    read_turn,
+    refuse_broken,
+    shown,
+)
 
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    **dict.fromkeys(("tool_result", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
-TOOL_ROLES = {"tool", "function", "function_call", "tool_call", "observation", "ipython"}
 NO_ANSWER = "no answer"
-
-
-class RowRefused(ValueError):
-    """A row that cannot become a sample: the reason to count it under, and a note to print once."""
-
-    def __init__(self, reason: str, note: str = ""):
-        super().__init__(reason)
-        self.reason = reason
-        self.note = note
+NO_TOOLS = "tools are no JSON list of objects"
+REORDERED = "tool results put in the order of their calls"
+NO_MASK = "input_ids without a loss_mask or labels of that length"
 
 
 @dataclass
@@ -60,19 +90,51 @@ def read_row(value: object, where: str, prompts: bool = False) -> Reading:
     """
     if not isinstance(value, dict):
         raise RowRefused("not a JSON object")
-    reading = Reading(Conversation(row_id(value, where), ()))
-    turns = known_turns(raw_turns(value), reading)
+    reading = Reading(Conversation(row_id(value, where), (), task=text_of_key(value, "task")))
+    try:
+        if holds_tokens(value) and not prompts:
+            reading.conversation = replace(reading.conversation, tokenised=tokens(value, reading))
+        else:
+            read_turns(value, prompts, reading)
+    except RecursionError as error:
+        raise RowRefused("nested too deeply") from error
+    for text in texts_of(reading.conversation):
+        refuse_broken(text)
+    return reading
+
+
+def holds_tokens(value: dict) -> bool:
+    """Whether the row is token ids; ids without a mask beside turns are left to the turns."""
+    masked = first_of(value, "loss_mask", "labels") is not None
+    return value.get("input_ids") is not None and (masked or first_of(value, *TURN_LISTS) is None)
+
+
+def read_turns(value: dict, prompts: bool, reading: Reading) -> None:
+    listed = with_system(raw_turns(value), value)
+    names: dict[str, str] = {}
+    turns: list[Turn] = []
+    for role, run in groupby(zip(roles_of(listed, reading), listed, strict=True), itemgetter(0)):
+        said = [turn for _, turn in run]
+        told = in_call_order(said, names) if role == "tool" else said
+        if told != said and REORDERED not in reading.changes:
+            reading.changes.append(REORDERED)
+        for turn in told:
+            turns += read_turn(turn, role, names)
     turns = worth_reading(turns, "user" if prompts else "assistant", reading)
-    turns = merged(turns, reading)
+    together = named(joined(turns, "\n\n"))
+    if len(together) < len(turns):
+        reading.changes.append("two turns of one role merged")
+    ids = () if prompts else answer_ids(value)
+    if len(ids) > sum(turn.role == "assistant" for turn in together):
+        raise RowRefused("answer_ids for more answers than there are")
     reading.conversation = replace(
         reading.conversation,
-        turns=tuple(turns),
-        task=text_of_key(value, "task"),
+        turns=tuple(together),
         greedy=value.get("greedy") is True,
         cut=value.get("cut") is True,
-        answer_ids=answer_ids(value),
+        answer_ids=ids,
+        tools=tools_of(value),
     )
-    return reading
 
 
 def row_id(value: dict, where: str) -> str:
@@ -80,9 +142,12 @@ def row_id(value: dict, where: str) -> str:
     return str(name) if isinstance(name, str | int) and str(name) else where
 
 
-def text_of_key(value: dict, key: str) -> str:
-    text = value.get(key)
-    return text if isinstance(text, str) else ""
+def texts_of(found: Conversation) -> Iterator[str]:
+    yield from (found.id, found.task, found.tools)
+    for turn in found.turns:
+        yield from (turn.content, turn.reasoning, turn.name)
+        for call in turn.calls:
+            yield from (call.name, call.arguments)
 
 
 def answer_ids(value: dict) -> tuple[tuple[int, ...], ...]:
@@ -92,79 +157,92 @@ def answer_ids(value: dict) -> tuple[tuple[int, ...], ...]:
         return ()
     if isinstance(listed, list) and all(type(i) is int for i in listed):
         listed = [listed]
-    whole = isinstance(listed, list) and all(
-        isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
-        for ids in listed
-    )
-    if not whole:
+    if not isinstance(listed, list) or not all(is_ids(ids) and ids for ids in listed):
         raise RowRefused("answer_ids is no list of token ids")
     return tuple(tuple(ids) for ids in listed)
 
 
-def raw_turns(value: dict) -> list[Turn]:
-    """The turns under the names the file uses, contents as text."""
-    listed = first_of(value, "messages", "conversations")
-    if not isinstance(listed, list) or not listed:
-        raise RowRefused("no turns")
-    if value.get("tools") not in (None, "", "[]", []):
-        raise RowRefused("tools")
-    turns = [raw_turn(turn) for turn in listed]
-    system = text_of_key(value, "system")
-    if system and turns[0].role not in ("system", "developer"):
-        turns.insert(0, Turn("system", system))
-    return turns
+def is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
 
 
-def raw_turn(turn: object) -> Turn:
+def tokens(value: dict, reading: Reading) -> Tokenised:
+    """A row of token ids. Raises RowRefused for lists that do not fit each other."""
+    ids, mask, labels = (value.get(key) for key in ("input_ids", "loss_mask", "labels"))
+    if not isinstance(ids, list) or not is_ids(ids):
+        raise RowRefused("input_ids is no list of token ids")
+    if mask is None and isinstance(labels, list) and len(labels) == len(ids):
+        if any(label not in (-100, i) for label, i in zip(labels, ids, strict=True)):
+            raise RowRefused("labels that are neither -100 nor the input_ids")
+        mask = [label != -100 for label in labels]
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        raise RowRefused(NO_MASK)
+    if any(m not in (0, 1) for m in mask):
+        raise RowRefused("loss_mask holds more than 0 and 1")
+    seen = first_of(value, "attention_mask")
+    if isinstance(seen, list) and len(seen) == len(ids) and not all(seen):
+        reading.changes.append("padding left out")
+        ids = [i for i, there in zip(ids, seen, strict=True) if there]
+        mask = [m for m, there in zip(mask, seen, strict=True) if there]
+    if not any(mask):
+        raise RowRefused("token ids of which none is supervised")
+    return Tokenised(tuple(ids), tuple(map(bool, mask)))
+
+
+def tools_of(value: dict) -> str:
+    """The schemas as JSON text, in the shape in which a server hands them to the template."""
+    listed = first_of(value, "tools", "functions")
+    try:
+        if isinstance(listed, str):
+            listed = json.loads(listed, strict=False) if listed.strip() else None
+        listed = [listed] if isinstance(listed, dict) else listed or []
+        if not isinstance(listed, list):
+            raise RowRefused(NO_TOOLS)
+        tools = [json.loads(t, strict=False) if isinstance(t, str) else t for t in listed]
+    except RowRefused:
+        raise
+    except ValueError as error:
+        raise RowRefused(NO_TOOLS) from error
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise RowRefused(NO_TOOLS)
+    return json.dumps([schema(tool) for tool in tools], ensure_ascii=False) if tools else ""
+
+
+def schema(tool: dict) -> dict:
+    bare = "name" in tool and "function" not in tool
+    return {"type": "function", "function": tool} if bare else tool
+
+
+def with_system(listed: list, value: dict) -> list:
+    system = first_of(value, "system", "system_prompt")
+    if system in (None, "", []) or role_name(listed[0]) == "system":
+        return listed
+    return [{"role": "system", "content": system}, *listed]
+
+
+def role_name(turn: object) -> str:
+    """One of the roles, "call", or "" for an unknown name. Raises RowRefused without a name."""
     role = first_of(turn, "role", "from") if isinstance(turn, dict) else None
-    if not isinstance(turn, dict) or not isinstance(role, str):
+    if not isinstance(role, str):
         raise RowRefused("turn without a role")
-    if first_of(turn, "tool_calls", "function_call") or role.strip().lower() in TOOL_ROLES:
-        raise RowRefused("tool call or tool result")
-    if first_of(turn, "reasoning_content", "thinking", "reasoning"):
-        raise RowRefused("reasoning apart from the text")
-    content = first_of(turn, "content", "value")
-    if isinstance(content, list):
-        content = "\n".join(part_text(part) for part in content)
-    if not isinstance(content, str):
-        raise RowRefused("turn without text")
-    if not content.isascii() and any("\ud800" <= letter <= "\udfff" for letter in content):
-        raise RowRefused("broken characters in the text")  # half a surrogate pair, or no UTF-8
-    return Turn(role, content)
+    return ROLES.get(role.strip().lower(), "")
 
 
-def first_of(value: dict, *keys: str) -> object:
-    """The first of ``keys`` that is there and not null (tables hold every key in every row)."""
-    return next((value[key] for key in keys if value.get(key) is not None), None)
-
-
-def part_text(part: object) -> str:
-    """The text of a string or of a typed part, ``{"type": "text", "text": ...}`` (or ``value``)."""
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type", "text") == "text":
-        text = part.get("text", part.get("value"))
-        if isinstance(text, str):
-            return text
-    raise RowRefused("content part that is not text")
-
-
-def known_turns(turns: list[Turn], reading: Reading) -> list[Turn]:
-    """Give every turn one of the three roles."""
-    names = [ROLES.get(turn.role.strip().lower(), "") for turn in turns]
-    unknown = {turn.role for turn, name in zip(turns, names, strict=True) if not name}
+def roles_of(listed: list, reading: Reading) -> list[str]:
+    """The role of every turn. Raises RowRefused for unknown ones that the rule does not cover."""
+    names = [role_name(turn) for turn in listed]
+    unknown = {
+        first_of(turn, "role", "from") for turn, name in zip(listed, names, strict=True) if not name
+    }
     if unknown:
-        answers = all(i > 0 and names[i - 1] == "user" for i, name in enumerate(names) if not name)
-        name = shown(min(unknown))
+        before = ["system", *names]
+        answers = all(before[i] != "system" for i, name in enumerate(names) if not name)
+        name = shown(min(map(str, unknown)))
         if len(unknown) > 1 or "assistant" in names or not answers:
             raise RowRefused("unknown role", f"rows with the unknown role {name} are skipped")
         reading.changes.append("unknown role taken as the assistant's")
         reading.notes.append(f"the unknown role {name} is taken as the assistant's")
-    return [Turn(name or "assistant", t.content) for name, t in zip(names, turns, strict=True)]
-
-
-def shown(name: str) -> str:
-    return repr(name if len(name) <= 40 else name[:39] + "…")
+    return [name or "assistant" for name in names]
 
 
 def worth_reading(turns: list[Turn], last: str, reading: Reading) -> list[Turn]:
@@ -184,19 +262,6 @@ def worth_reading(turns: list[Turn], last: str, reading: Reading) -> list[Turn]:
     if end + 1 < len(kept) and last == "assistant":
         reading.changes.append("turns after the last answer left out")
     kept = opening + kept[first : end + 1]
-    if any(not turn.content.strip() for turn in kept):
+    if any(not (turn.content.strip() or turn.calls or turn.role == "tool") for turn in kept):
         raise RowRefused("empty turn")
     return kept
-
-
-def merged(turns: list[Turn], reading: Reading) -> list[Turn]:
-    """Join neighbours of one role with a blank line."""
-    out: list[Turn] = []
-    for turn in turns:
-        if out and out[-1].role == turn.role:
-            out[-1] = Turn(turn.role, f"{out[-1].content}\n\n{turn.content}")
-        else:
-            out.append(turn)
-    if len(out) < len(turns):
-        reading.changes.append("two turns of one role merged")
-    return out

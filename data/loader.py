@@ -1,9 +1,10 @@
-"""The loader: cached samples in a reproducible order, as the batches of whole optimizer steps."""
+"""The loader: samples with their states in a reproducible order, as the batches of whole steps."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 
 import torch
@@ -13,12 +14,14 @@ from conf.runtime import RankInfo, fingerprint
 from conf.schema import ConfigError, OptimSection, TTTSection
 from data.chains import Chains, asking_rows
 from data.fp8 import FP8, restored
-from data.packer import pack
+from data.online import OnlineStates
+from data.packer import Packing
 from data.reader import ShardReader
-from data.records import CachedSample, TokenizedSample, TTTBatch
+from data.records import CachedPack, CachedSample, TokenizedSample, TTTBatch
 from models.runs import with_moved
 
-AHEAD = 2  # windows read in the background
+AHEAD = 2  # windows made in the background, each by a thread of its own
+SOON = 128 << 20  # bytes beyond them that the system is asked to fetch from the disk
 
 
 @dataclass(frozen=True)
@@ -29,39 +32,48 @@ class StepWindow:
 
 
 class TrainLoader:
-    """Deals the training samples of ``reader`` to steps and ranks.
+    """Deals the training samples of ``source`` to steps and ranks.
 
-    Samples are shuffled once an epoch by (seed, epoch). A step takes the next optim.batch_size of
-    that order, the last one of an epoch what is left. Inside a step they are sorted by length,
-    longest first, rank r of W takes r, r+W, ... and packs its share into micro-batches: ranks are
-    balanced, and the set of samples a step sees does not depend on W. All of it follows from the
-    step number, which is the loader's whole state.
+    The samples are packed once, by the seed, so an epoch has equally many steps each time. Packs
+    are shuffled once an epoch by (seed, epoch); a step takes the next optim.packs_per_step of that
+    order, the last one of an epoch what is left. Rank r of W takes packs r, r+W, ... of the step,
+    so the samples that a step sees do not depend on W. All of it follows from the step number,
+    which is the loader's whole state.
     """
 
     def __init__(
         self,
-        reader: ShardReader,
+        source: ShardReader | OnlineStates,
         optim: OptimSection,
         ttt: TTTSection,
         seed: int,
         ranks: RankInfo,
     ):
-        """Raises ConfigError when the cache holds no training sample."""
-        if not reader.train_indices:
+        """Raises ConfigError when the source holds no training sample."""
+        if not source.train_indices:
             raise ConfigError(
-                f"data.valid_share: all {len(reader)} samples are held out and none is left to "
+                f"data.valid_share: all {len(source)} samples are held out and none is left to "
                 "train on; hold out less or give more data in data.path"
             )
-        self.reader = reader
-        self.indices = torch.tensor(reader.train_indices)
+        self.source = source
+        self.indices = torch.tensor(source.train_indices)
         self.optim = optim
         self.ttt = ttt
         self.seed = seed
         self.ranks = ranks
+        self.packing = Packing.of(
+            source.lengths[self.indices], optim.micro_batch_tokens, generator_of(seed, "packing")
+        )
+        self.order_of = lru_cache(2)(self.shuffled)  # 10 ms for a million packs; reading ahead
+        # looks into the next epoch while this one is being read
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.indices) // self.optim.batch_size)
+        return -(-len(self.packing) // self.optim.packs_per_step)
+
+    @property
+    def samples_per_pack(self) -> float:
+        return len(self.indices) / len(self.packing)
 
     @property
     def total_steps(self) -> int:
@@ -70,67 +82,82 @@ class TrainLoader:
         return min(steps, self.optim.max_steps or steps)
 
     def windows(self, start_step: int = 0) -> Iterator[StepWindow]:
-        """The windows of steps start_step, ..., total_steps-1, two of them read ahead.
+        """The windows of steps start_step, ..., total_steps-1; from a cache, two are read ahead.
 
         An error while reading is raised here; closing the iterator ends the reading thread.
         """
-        steps = iter(range(start_step, self.total_steps))
+        steps = range(start_step, self.total_steps)
+        if isinstance(self.source, ShardReader):
+            yield from self.read_ahead(self.source, steps)
+        else:  # the verifier computes where the draft does: a thread could only get in its way
+            yield from map(self.window, steps)
+
+    def read_ahead(self, reader: ShardReader, steps: range) -> Iterator[StepWindow]:
+        share = -(-self.optim.packs_per_step // self.ranks.world_size)
+        size = share * self.optim.micro_batch_tokens * reader.token_bytes
+        soon = AHEAD + 1 + int(SOON / size)  # windows from the one in use
+        waiting, expected = iter(steps), iter(steps)
         ahead: deque[Future[StepWindow]] = deque()
-        # One thread, or the reader would start OpenMP workers of its own: more workers than cores
+        # Single threads, or each would start OpenMP workers of its own: more workers than cores
         # sleep at every barrier instead of spinning, and a CPU step takes a third longer.
-        pool = ThreadPoolExecutor(1, "loader", initializer=torch.set_num_threads, initargs=(1,))
+        pool = ThreadPoolExecutor(AHEAD, "loader", initializer=torch.set_num_threads, initargs=(1,))
+
+        def fetch(step: int) -> None:
+            reader.expect([index for pack in self.packs_of(step)[self.own] for index in pack])
+
+        def expect(count: int) -> None:  # what goes wrong here goes wrong again in the reading
+            for step in islice(expected, count):
+                pool.submit(fetch, step)
+
         try:
-            for step in islice(steps, AHEAD):
+            expect(soon)
+            for step in islice(waiting, AHEAD):
                 ahead.append(pool.submit(self.window, step))
             while ahead:
                 window = ahead.popleft().result()
-                for step in islice(steps, 1):
+                expect(1)
+                for step in islice(waiting, 1):
                     ahead.append(pool.submit(self.window, step))
                 yield window
         finally:
             pool.shutdown(cancel_futures=True)
 
     def window(self, step: int) -> StepWindow:
-        """This rank's part of one step, read from the cache."""
-        shares = self.packs(step)
-        packs = shares[self.ranks.rank]
-        idle = [[] for _ in range(max(map(len, shares)) - len(packs))]
-        batches = [self.batch(pack) for pack in packs + idle]
+        """This rank's part of one step, with its states."""
+        packs = self.packs_of(step)
+        mine = packs[self.own]
+        laps = -(-len(packs) // self.ranks.world_size)
+        batches = [self.batch(pack) for pack in mine + [[]] * (laps - len(mine))]
         if torch.cuda.is_initialized():  # a copy from pinned memory overlaps with computation
-            batches = [moved_batch(batch, Tensor.pin_memory) for batch in batches]
+            batches = [moved_batch(batch, pinned) for batch in batches]
         return StepWindow(batches)
 
-    def batch(self, pack: list[int]) -> TTTBatch:
-        """The samples ``pack`` end to end; an empty one still has a row, and nothing supervised."""
-        samples = [self.reader.read(index) for index in pack] or [self.idle_sample()]
-        mask = torch.cat([cached.sample.loss_mask for cached in samples])
-        starts = starts_of(samples)
-        chains = Chains.of(mask, starts, self.ttt.depth, self.ttt.supervise)
-        return collate(samples, chains)
+    @property
+    def own(self) -> slice:
+        """This rank's among the packs of a step."""
+        return slice(self.ranks.rank, None, self.ranks.world_size)
 
-    def samples_of(self, step: int) -> list[int]:
-        """The samples all ranks together see in one step, longest first."""
+    def batch(self, chosen: list[int]) -> TTTBatch:
+        """The samples ``chosen`` end to end; none is a row in which nothing is supervised."""
+        pack = self.source.read_pack(chosen) if chosen else CachedPack.of([self.idle_sample()])
+        mask = torch.cat([sample.loss_mask for sample in pack.samples])
+        chains = Chains.of(mask, pack.starts, self.ttt.depth, self.ttt.supervise)
+        return batch_of(pack, chains)
+
+    def packs_of(self, step: int) -> list[list[int]]:
+        """The packs that all ranks together see in one step, as samples of the source."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        generator = torch.Generator().manual_seed(int(fingerprint(self.seed, epoch), 16))
-        order = self.indices[torch.randperm(len(self.indices), generator=generator)]
-        size = self.optim.batch_size
-        taken = order[place * size : (place + 1) * size]
-        return taken[self.reader.lengths[taken].argsort(descending=True, stable=True)].tolist()
+        size = self.optim.packs_per_step
+        chosen = self.order_of(epoch)[place * size : (place + 1) * size].tolist()
+        return [self.indices[self.packing[number]].tolist() for number in chosen]
 
-    def packs(self, step: int) -> list[list[list[int]]]:
-        """The samples of one step by rank and micro-batch; ranks may have fewer than others."""
-        samples = self.samples_of(step)
-        shares = []
-        for rank in range(self.ranks.world_size):
-            share = samples[rank :: self.ranks.world_size]
-            lengths = self.reader.lengths[share].tolist()
-            packs = pack(lengths, self.optim.micro_batch_tokens)
-            shares.append([[share[i] for i in chosen] for chosen in packs])
-        return shares
+    def shuffled(self, epoch: int) -> Tensor:
+        """[P] the packs in the order of one epoch."""
+        return torch.randperm(len(self.packing), generator=generator_of(self.seed, epoch))
 
     def idle_sample(self) -> CachedSample:
         """One row in which nothing is supervised."""
-        manifest = self.reader.manifest
+        manifest = self.source.manifest
         width, layers = manifest.hidden_size, len(manifest.aux_layers)
         dtype = getattr(torch, manifest.dtype)
         ids = torch.zeros(1, dtype=torch.int64)
@@ -145,6 +172,11 @@ class TrainLoader:
         )
 
 
+def generator_of(*parts: object) -> torch.Generator:
+    """Random numbers that depend on ``parts`` alone."""
+    return torch.Generator().manual_seed(int(fingerprint(*parts), 16))
+
+
 def starts_of(samples: list[CachedSample]) -> Tensor:
     """[B+1] first packed row of each sample, and the end of the last."""
     return torch.tensor([0, *(len(cached.sample.input_ids) for cached in samples)]).cumsum(0)
@@ -152,31 +184,33 @@ def starts_of(samples: list[CachedSample]) -> Tensor:
 
 def collate(samples: list[CachedSample], chains: Chains) -> TTTBatch:
     """``samples`` end to end, with the chains that run on them."""
-    mask = torch.cat([cached.sample.loss_mask for cached in samples])
+    return batch_of(CachedPack.of(samples), chains)
+
+
+def batch_of(pack: CachedPack, chains: Chains) -> TTTBatch:
+    """The samples of a pack as one batch, its states as they lie in the pack."""
+    mask = torch.cat([sample.loss_mask for sample in pack.samples])
     return TTTBatch(
-        input_ids=torch.cat([cached.sample.input_ids for cached in samples]),
-        positions=torch.cat([torch.arange(len(cached.sample.input_ids)) for cached in samples]),
-        aux=torch.cat([cached.aux for cached in samples]),
-        last=torch.cat([cached.last for cached in samples]),
-        argmax=torch.cat([cached.argmax for cached in samples]),
-        lse=torch.cat([cached.lse for cached in samples]),
-        samples=len(samples),
+        input_ids=torch.cat([sample.input_ids for sample in pack.samples]),
+        positions=torch.cat([torch.arange(len(sample.input_ids)) for sample in pack.samples]),
+        aux=pack.aux,
+        last=pack.last,
+        argmax=pack.argmax,
+        lse=pack.lse,
+        samples=len(pack.samples),
         chains=chains,
-        asking=asking_rows(mask, starts_of(samples)).cumsum(0) - 1,
-        aux_scales=joined([cached.aux_scales for cached in samples]),
-        last_scales=joined([cached.last_scales for cached in samples]),
+        asking=asking_rows(mask, pack.starts).cumsum(0) - 1,
+        aux_scales=pack.aux_scales,
+        last_scales=pack.last_scales,
     )
-
-
-def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """All of ``parts`` end to end; None where the states have no scales."""
-    there = [part for part in parts if part is not None]
-    assert len(there) in (0, len(parts))
-    return torch.cat(there) if there else None
 
 
 def moved_batch(batch: TTTBatch, move: Callable[[Tensor], Tensor]) -> TTTBatch:
     return replace(with_moved(batch, move), chains=batch.chains.moved(move))
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_cuda else tensor.pin_memory()  # online states are there already
 
 
 def on_device(batch: TTTBatch, device: torch.device, dtype: torch.dtype) -> TTTBatch:

@@ -18,7 +18,7 @@ from data.corpus import FORMAT, Corpus, Provenance, load_prepared, read_facts, w
 from data.dialects import RowRefused
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
-from data.sources import FileDigest, RowLog, digest, find_files, read_conversations
+from data.sources import FileDigest, RowLog, Source, digest, find_files, read_conversations
 from data.template import TEMPLATE_REASONS, encode
 from models.verifier import load_facts, load_tokenizer
 
@@ -32,7 +32,7 @@ class Inputs:
     """All that the samples are made from."""
 
     section: DataSection
-    files: list[Path]
+    files: list[Source]
     digests: list[FileDigest]
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate

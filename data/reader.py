@@ -1,23 +1,27 @@
 """The reader of a complete hidden-state cache: checked when opened, then read sample by sample."""
 
-import json
+import os
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from conf.schema import ConfigError
 from data.fp8 import FP8
 from data.manifest import ShardEntry, open_manifest, shard_folder
-from data.records import CachedSample, TokenizedSample
+from data.records import CachedPack, CachedSample, TokenizedSample
+from data.room import Room
 from data.shard_file import damaged, index_digest
-from data.shards import BY_TOKEN, ROWS, digest_of
+from data.shard_index import ShardIndex
+from data.shards import digest_of
 
 
 class ShardReader:
-    """Samples by their prepared order. Opening reads headers and small tensors; states are mapped.
+    """Samples by their prepared order. Opening reads headers and small tensors, never states.
 
     Nothing unchecked is handed out: headers and small tensors are compared with the manifest when
     opened, and a sample's rows with their digest whenever they are read (at some 20 GB/s).
@@ -31,12 +35,9 @@ class ShardReader:
         """
         self.folder = folder
         self.manifest = open_manifest(folder, verifier)
-        self._files = [self._open(entry) for entry in self.manifest.shards]
-        self._offsets = [file.get_tensor("offsets") for file in self._files]
-        self._last_offsets = [file.get_tensor("last_offsets") for file in self._files]
+        self._shards = [self._open(entry) for entry in self.manifest.shards]
         self._digests = self._joined("digests").tolist()
-        self._ids = [json.loads(file.metadata()["ids"]) for file in self._files]
-        self.lengths = torch.cat([offsets.diff() for offsets in self._offsets])
+        self.lengths = torch.cat([shard.small["offsets"].diff() for shard in self._shards])
         self.held_out = self._joined("held_out").bool()
         self.greedy = self._joined("greedy").bool()
         index = self._joined("sample_index")
@@ -46,7 +47,11 @@ class ShardReader:
                 "and run data.capture"
             )
         counts = torch.tensor([0, *(entry.samples for entry in self.manifest.shards)])
+        self._room = Room()
         self._firsts: list[int] = counts.cumsum(0)[:-1].tolist()
+
+    def __str__(self) -> str:
+        return str(self.folder)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -59,79 +64,122 @@ class ShardReader:
     def valid_indices(self) -> list[int]:
         return self.held_out.nonzero()[:, 0].tolist()
 
-    def is_greedy(self, index: int) -> bool:
-        """Whether the sample's last answer is the verifier's own greedy text."""
-        return bool(self.greedy[index])
-
-    def read_tokens(self, index: int) -> TokenizedSample:
-        """Sample ``index`` of the prepared order, without its states."""
-        shard, place = self._find(index)
-        return TokenizedSample(
-            id=self._ids[shard][place],
-            input_ids=self._rows(index, "input_ids").long(),
-            loss_mask=self._rows(index, "loss_mask").bool(),
-            greedy=self.is_greedy(index),
-            held_out=bool(self.held_out[index]),
-        )
+    @property
+    def token_bytes(self) -> float:
+        """What a token takes in the files, on average."""
+        shards = self.manifest.shards
+        return sum(entry.bytes for entry in shards) / sum(entry.tokens for entry in shards)
 
     def read(self, index: int) -> CachedSample:
         """Sample ``index`` of the prepared order, aux and last in the manifest's dtype.
 
         Raises ConfigError when a byte of it is not what capture wrote.
         """
-        scaled = getattr(torch, self.manifest.dtype) == FP8
-        names = [name for name in ROWS if scaled or not name.endswith("_scales")]
-        rows = {name: self._rows(index, name) for name in names}
-        shard, place = self._find(index)
-        if digest_of(list(rows.values())) != self._digests[index]:
-            path = shard_folder(self.folder) / self.manifest.shards[shard].name
-            raise damaged(path, f"sample {self._ids[shard][place]} is not as it was written")
+        pack = self.read_pack([index])
         return CachedSample(
-            sample=self.read_tokens(index),
-            aux=rows["aux"],
-            last=rows["last"],
-            argmax=rows["argmax"].long(),
-            lse=rows["lse"],
-            aux_scales=rows.get("aux_scales"),
-            last_scales=rows.get("last_scales"),
+            sample=pack.samples[0],
+            aux=pack.aux,
+            last=pack.last,
+            argmax=pack.argmax,
+            lse=pack.lse,
+            aux_scales=pack.aux_scales,
+            last_scales=pack.last_scales,
         )
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def read_pack(self, indices: Sequence[int]) -> CachedPack:
+        """The samples end to end, each read into its place; in the order of the files."""
+        parts = [self._shard(index).rows_of(self._place(index)) for index in indices]
+        columns = list(zip(*parts, strict=True))  # one tensor's rows, by sample
+        heights = [[part.shape[0] for part in column] for column in columns]
+        whole = [
+            column[0].rows(0, sum(rows)) for column, rows in zip(columns, heights, strict=True)
+        ]
+        found = self._room.tensors(whole)
+        split = (block.split(rows) for block, rows in zip(found, heights, strict=True))
+        rooms = list(zip(*split, strict=True))  # by sample, then in the order of ROWS
+        blocks = {one.name: block for one, block in zip(whole, found, strict=True)}
+        for number, handle in self._opened(indices):
+            shard, index = self._shard(indices[number]), indices[number]
+            for part, room in zip(parts[number], rooms[number], strict=True):
+                shard.read(handle, part, room)
+            if digest_of(list(rooms[number])) != self._digests[index]:
+                name = shard.ids[self._place(index)]
+                raise damaged(shard.path, f"sample {name} is not as it was written")
+        lengths = [int(self.lengths[index]) for index in indices]
+        ids = blocks["input_ids"].long().split(lengths)
+        masks = blocks["loss_mask"].bool().split(lengths)
+        return CachedPack(
+            samples=[
+                TokenizedSample(
+                    id=self._shard(index).ids[self._place(index)],
+                    input_ids=ids[number],
+                    loss_mask=masks[number],
+                    greedy=bool(self.greedy[index]),
+                    held_out=bool(self.held_out[index]),
+                )
+                for number, index in enumerate(indices)
+            ],
+            aux=blocks["aux"],
+            last=blocks["last"],
+            argmax=blocks["argmax"].long(),
+            lse=blocks["lse"],
+            aux_scales=blocks.get("aux_scales"),
+            last_scales=blocks.get("last_scales"),
+        )
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Ask the system to fetch the samples from the disk, and do not wait for it.
+
+        All of it is asked for at once, so the disk works on many reads side by side.
+        """
+        for number, handle in self._opened(indices):
+            index = indices[number]
+            for part in self._shard(index).rows_of(self._place(index)):
+                os.posix_fadvise(handle, part.begin, part.bytes, os.POSIX_FADV_WILLNEED)
+
+    def _opened(self, indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(place in ``indices``, its open shard) of each, in the order of the files."""
+        order = sorted(range(len(indices)), key=lambda number: indices[number])
+        for _, chosen in groupby(order, lambda number: self._shard_number(indices[number])):
+            numbers = list(chosen)
+            with self._shard(indices[numbers[0]]).path.open("rb", buffering=0) as file:
+                for number in numbers:
+                    yield number, file.fileno()
+
+    def _shard(self, index: int) -> ShardIndex:
+        return self._shards[self._shard_number(index)]
+
+    def _shard_number(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        shard = bisect_right(self._firsts, index) - 1
-        return shard, index - self._firsts[shard]
+        return bisect_right(self._firsts, index) - 1
 
-    def _rows(self, index: int, name: str) -> Tensor:
-        shard, place = self._find(index)
-        offsets = self._offsets if name in BY_TOKEN else self._last_offsets
-        start, end = offsets[shard][place : place + 2].tolist()
-        return self._files[shard].get_slice(name)[start:end]
+    def _place(self, index: int) -> int:
+        """The number of the sample inside its shard."""
+        return index - self._firsts[self._shard_number(index)]
 
     def _joined(self, name: str) -> Tensor:
-        return torch.cat([file.get_tensor(name) for file in self._files])
+        return torch.cat([shard.small[name] for shard in self._shards])
 
-    def _open(self, entry: ShardEntry) -> safe_open:
-        """Open one shard and compare the lengths of all its parts with the manifest."""
+    def _open(self, entry: ShardEntry) -> ShardIndex:
+        """Read one shard's index and compare the lengths of all its parts with the manifest."""
         path = shard_folder(self.folder) / entry.name
-        expected = self._shapes(entry)
         try:
-            file = safe_open(path, framework="pt")
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in expected}
-            offsets = {name: file.get_tensor(name) for name in ("offsets", "last_offsets")}
-            index = index_digest(path)
+            digest = index_digest(path)
+            if digest != entry.index:
+                raise damaged(path, f"its index is {digest}, must be {entry.index} by the manifest")
+            shard = ShardIndex.of(path)
         except SafetensorError as error:
             raise damaged(path, f"not a shard of this format ({error})") from error
-        for name, shape in expected.items():
-            if found[name] != shape:
-                raise damaged(path, f"{name} is {found[name]}, must be {shape} by the manifest")
+        for name, shape in self._shapes(entry).items():
+            found = shard.tensors[name].shape if name in shard.tensors else None
+            if found != shape:
+                raise damaged(path, f"{name} is {found}, must be {shape} by the manifest")
         for name, total in (("offsets", entry.tokens), ("last_offsets", entry.asking)):
-            found = offsets[name]
+            found = shard.small[name]
             if found[0] != 0 or found[-1] != total or bool((found.diff() < 0).any()):
                 raise damaged(path, f"{name} must rise from 0 to {total}")
-        if index != entry.index:
-            raise damaged(path, f"its index is {index}, must be {entry.index} by the manifest")
-        return file
+        return shard
 
     def _shapes(self, entry: ShardEntry) -> dict[str, tuple[int, ...]]:
         width, layers = self.manifest.hidden_size, len(self.manifest.aux_layers)

@@ -5,9 +5,11 @@ vocabulary, K unroll depth, N draft tokens a round. ``last`` is the state after 
 norm.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from data.chains import Chains
@@ -73,6 +75,40 @@ class CachedSample:
     lse: Tensor  # [L] fp32: log-sum-exp of the verifier's logits there
     aux_scales: Tensor | None = None  # [T, A] fp32, of fp8 alone
     last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
+
+
+@dataclass(frozen=True)
+class CachedPack:
+    """B cached samples end to end: T rows, L of which ask."""
+
+    samples: list[TokenizedSample]
+    aux: Tensor  # [T, A*D]
+    last: Tensor  # [L, D]
+    argmax: Tensor  # [L] int64
+    lse: Tensor  # [L] fp32
+    aux_scales: Tensor | None = None  # [T, A] fp32, of fp8 alone
+    last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
+
+    @classmethod
+    def of(cls, cached: Sequence[CachedSample]) -> "CachedPack":
+        """One sample behind the other, copied."""
+        aux_scales = [one.aux_scales for one in cached if one.aux_scales is not None]
+        last_scales = [one.last_scales for one in cached if one.last_scales is not None]
+        assert len(aux_scales) == len(last_scales) and len(aux_scales) in (0, len(cached))
+        return cls(
+            samples=[one.sample for one in cached],
+            aux=torch.cat([one.aux for one in cached]),
+            last=torch.cat([one.last for one in cached]),
+            argmax=torch.cat([one.argmax for one in cached]),
+            lse=torch.cat([one.lse for one in cached]),
+            aux_scales=torch.cat(aux_scales) if aux_scales else None,
+            last_scales=torch.cat(last_scales) if last_scales else None,
+        )
+
+    @property
+    def starts(self) -> Tensor:
+        """[B+1] first packed row of each sample, and the end of the last."""
+        return torch.tensor([0, *(len(sample.input_ids) for sample in self.samples)]).cumsum(0)
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,22 @@ TOLERANCE = 0.02
 FP8_TOLERANCE = 0.1
 PROBE_SAMPLES = 4
 PROBE_TOKENS = 64  # a wrong layer shows in every row; more would only cost time
+CPU = torch.device("cpu")
 
 
 def states_of(
-    verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype
+    verifier: Verifier,
+    samples: list[TokenizedSample],
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> list[SampleStates]:
-    """Run ``samples`` as one right-padded batch -> their states on the CPU, aux and last in dtype.
+    """Run ``samples`` as one right-padded batch -> their states on ``device``, aux and last in
+    ``dtype``.
 
     Raises JobError naming the sample when a state or a logit is not finite.
     """
     ids = padded(samples)[0].to(verifier.device)
-    return packed(verifier, samples, verifier.states(ids), dtype)
+    return packed(verifier, samples, verifier.states(ids), dtype, device)
 
 
 def states_of_chunk(
@@ -63,9 +68,13 @@ def batches(lengths: list[int], limit: int) -> Iterator[list[int]]:
 
 
 def packed(
-    verifier: Verifier, samples: list[TokenizedSample], states: VerifierStates, dtype: torch.dtype
+    verifier: Verifier,
+    samples: list[TokenizedSample],
+    states: VerifierStates,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> list[SampleStates]:
-    """``states`` of ``samples`` as one right-padded batch -> what the cache keeps of each.
+    """``states`` of ``samples`` as one right-padded batch -> what the cache keeps, on ``device``.
 
     argmax and lse come from the verifier's own logits, before the states are rounded to ``dtype``;
     they and last are those of the rows that ask.
@@ -83,8 +92,8 @@ def packed(
     lse = torch.cat([logits.logsumexp(-1) for logits in parts])
     aux, aux_scales = stored(aux, len(verifier.facts.aux_layers), dtype)
     last, last_scales = stored(last, 1, dtype)
-    by_token = [split(rows, lengths) for rows in (aux, aux_scales)]
-    by_asking = [split(rows, asked) for rows in (last, argmax, lse, last_scales)]
+    by_token = [split(rows, lengths, device) for rows in (aux, aux_scales)]
+    by_asking = [split(rows, asked, device) for rows in (last, argmax, lse, last_scales)]
     found = [
         SampleStates(aux, last, argmax, lse, aux_scales, last_scales)
         for (aux, aux_scales), (last, argmax, lse, last_scales) in zip(
@@ -101,8 +110,10 @@ def stored(rows: Tensor, states: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return quantise(rows, states) if dtype == FP8 else (rows.to(dtype), None)
 
 
-def split(rows: Tensor | None, lengths: list[int]) -> list[Tensor] | list[None]:
-    return [None] * len(lengths) if rows is None else list(rows.cpu().split(lengths))
+def split(
+    rows: Tensor | None, lengths: list[int], device: torch.device
+) -> list[Tensor] | list[None]:
+    return [None] * len(lengths) if rows is None else list(rows.to(device).split(lengths))
 
 
 def refuse_non_finite(verifier: Verifier, sample: TokenizedSample, states: SampleStates) -> None:

@@ -27,6 +27,7 @@ from eval.toy import CASES, ToyResult, run_toy
 from models.draft_file import CONFIG, load_draft
 from models.eagle3 import Eagle3Draft
 from models.generate import end_ids
+from models.token_strings import refuse_other_tokens
 from models.verifier import Verifier
 
 
@@ -126,6 +127,7 @@ def check_head(request: Request) -> LosslessReport:
     prompts = take(read_prompts(request.prompts or cfg.eval.prompts).prompts, request.count)
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
     draft = load_draft(request.head, device, torch.float32, verifier.embedding)
+    refuse_other_tokens(request.head, verifier.tokenizer)
     settings = DecodeSettings(cfg.eval.n_draft, request.new_tokens, end_ids(verifier))
     ids = encode_first(verifier, prompts, cfg.data.template_kwargs)
     if not ids:

@@ -36,6 +36,7 @@ from eval.verify import AcceptRule
 from models.draft_file import load_draft
 from models.generate import end_ids
 from models.sampling import Sampling
+from models.token_strings import refuse_other_tokens
 from models.verifier import Verifier, load_facts
 
 NGRAM_ORDER = 4
@@ -62,6 +63,7 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
 
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
     draft = load_draft(draft_folder, device, torch.float32, verifier.embedding)
+    refuse_other_tokens(draft_folder, verifier.tokenizer)
     settings = decode_settings(cfg, verifier)
     say(f"eval: {len(chosen.top)} prompts, {len(chosen.unseen)} of unseen patterns, float32")
     exact = run_exact(

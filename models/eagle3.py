@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from conf.schema import ConfigError, DraftSection, HeadInit
 from models.layers import DraftAttention, GatedMLP, MidLayer, StreamNorm
 from models.memory import Memory
-from models.rope import Rope
+from models.rope import Rope, settled
 from models.verifier import VerifierEnds, VerifierFacts
 from models.vocab import DraftVocab
 
@@ -40,18 +40,19 @@ class DraftConfig:
     @classmethod
     def of(cls, section: DraftSection, facts: VerifierFacts) -> "DraftConfig":
         """The head that ``section`` asks for, as wide as the verifier."""
+        layer, max_positions = facts.layer, section.max_positions or facts.max_positions
         return cls(
             hidden_size=facts.hidden_size,
-            intermediate_size=section.intermediate_size or facts.intermediate_size,
-            num_heads=facts.num_heads,
-            num_kv_heads=facts.num_kv_heads,
-            head_dim=facts.head_dim,
+            intermediate_size=section.intermediate_size or layer.intermediate_size,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
             vocab_size=facts.vocab_size,
             draft_vocab_size=min(section.vocab_size or facts.vocab_size, facts.vocab_size),
             aux_layers=list(facts.aux_layers),
-            rms_norm_eps=facts.rms_norm_eps,
-            max_positions=section.max_positions or facts.max_positions,
-            rope=dict(facts.rope),
+            rms_norm_eps=layer.rms_norm_eps,
+            max_positions=max_positions,
+            rope=settled(Rope(layer.head_dim, max_positions, facts.rope)),
             norm_before_residual=section.norm_before_residual,
             norm_before_fc=section.norm_before_fc,
             fc_norm=section.fc_norm,
@@ -109,7 +110,12 @@ class Eagle3Draft(nn.Module):
 
     @torch.no_grad()
     def initialise(self, ends: VerifierEnds, vocab: DraftVocab, head_init: HeadInit) -> None:
-        """Random matrices, the verifier's embedding, and the head as ``head_init`` says."""
+        """Random matrices, the verifier's embedding, and the head as ``head_init`` says.
+
+        The embedding is the table as stored, without the factor that Gemma (sqrt D) and Granite
+        multiply it by: engines share the verifier's table and look rows up in it unscaled. The
+        layer's first norm takes the factor out, so nothing is lost but the share of its epsilon.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(std=INIT_STD)

@@ -14,12 +14,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.schema import ConfigError, VerifierSection
+from models.architecture import refuse_attention
 from models.bundled import resolve
+from models.layer_shape import LayerShape
+from models.rope import STATIC_TYPES, table_for_llama
 
 MIN_LAYERS = 7  # below it the default aux layers [2, L//2, L-3] are not three ascending ids
-NEEDED = (  # of a verifier's config: the draft is one Llama layer of the same shape
+NEEDED = (  # of a verifier's config: the draft is one Llama layer on its states
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "vocab_size",
@@ -37,15 +39,11 @@ class VerifierFacts:
     path: str  # as the user gave it
     architectures: list[str]
     hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
+    vocab_size: int  # rows of the embedding; the tokenizer may have fewer
     max_positions: int
-    rope: dict[str, Any]  # rope_type, rope_theta and the type's own parameters
+    layer: LayerShape  # of a draft that follows it
+    rope: dict[str, Any]  # rope_type, rope_theta and the type's own parameters, for the draft
     aux_layers: list[int]  # n = the stream after n decoder layers
     bos_id: int | None
     eos_ids: list[int]
@@ -92,44 +90,59 @@ def load_facts(section: VerifierSection, cache: Path) -> VerifierFacts:
     Raises ConfigError for a model that a Llama layer cannot follow, GPT-2 for one.
     """
     config = load_config_of(section, cache)
-    text = config.get_text_config()
-    refuse_other_kinds(section, text)
-    heads = text.num_attention_heads
+    text = config.get_text_config(decoder=True)
+    refuse_other_kinds(section, config, text)
+    refuse_attention(section, config)
+    rope = rope_of(section, text)
     eos = text.eos_token_id if text.eos_token_id is not None else config.eos_token_id
     return VerifierFacts(
         path=section.path,
         architectures=list(config.architectures or []),
         hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
         num_layers=text.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab_size=text.vocab_size,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         max_positions=text.max_position_embeddings,
-        rope=dict(text.rope_parameters),
+        layer=LayerShape.of(text, rope),
+        rope=rope,
         aux_layers=aux_layers_of(section, text.num_hidden_layers),
         bos_id=text.bos_token_id,
         eos_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
     )
 
 
-def refuse_other_kinds(section: VerifierSection, text: PreTrainedConfig) -> None:
+def refuse_other_kinds(
+    section: VerifierSection, config: PreTrainedConfig, text: PreTrainedConfig
+) -> None:
+    """Raise ConfigError unless this is a decoder whose positions are rotary."""
     missing = [name for name in NEEDED if getattr(text, name, None) is None]
-    if missing:
-        raise ConfigError(
-            f"verifier.path={section.path}: a {text.model_type} model has no {', '.join(missing)}, "
-            "which the draft head takes from its verifier; choose one with rotary positions, such "
-            "as Llama or Qwen3"
-        )
-    kinds = [name for name, value in text.rope_parameters.items() if isinstance(value, dict)]
-    if kinds:
-        raise ConfigError(
-            f"verifier.path={section.path}: a {text.model_type} model has rotary tables of its own "
-            f"for {' and '.join(kinds)}, and the draft head has one; choose a verifier with one "
-            "table, such as Llama or Qwen3"
-        )
+    if config.is_encoder_decoder:
+        reason = "is an encoder and a decoder, and a draft head follows a decoder alone"
+    elif missing:
+        reason = f"has no {', '.join(missing)}, which the draft head takes from its verifier"
+    elif getattr(text, "alibi", False):
+        reason = "takes its positions from ALiBi, and the draft head's are rotary"
+    else:
+        return
+    raise ConfigError(
+        f"verifier.path={section.path}: its kind, {text.model_type}, {reason}; choose one with "
+        "rotary positions, such as Llama or Qwen3"
+    )
+
+
+def rope_of(section: VerifierSection, text: PreTrainedConfig) -> dict[str, Any]:
+    """The rotary table for the draft. Raises ConfigError when it cannot have the verifier's."""
+    table = table_for_llama(text.rope_parameters)
+    if table is None:
+        kinds = [name for name, one in text.rope_parameters.items() if isinstance(one, dict)]
+        reason = f"rotary tables of its own for {' and '.join(kinds)}"
+    elif (kind := table.get("rope_type", "default")) not in STATIC_TYPES:
+        reason = f"a rotary table of type {kind}"
+    else:
+        return table
+    raise ConfigError(
+        f"verifier.path={section.path}: its kind, {text.model_type}, has {reason}, which the "
+        f"draft head cannot have; choose one with a table of type {', '.join(STATIC_TYPES)}"
+    )
 
 
 def aux_layers_of(section: VerifierSection, num_layers: int) -> list[int]:

@@ -22,12 +22,13 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.utils import PrefixedDataset
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, VerifierSection
+from models.architecture import auto_class, missing_package, refuse_missing_weights
 from models.bundled import resolve
 from models.facts import load_config_of
 
@@ -66,8 +67,9 @@ def from_files(
     plan: DistributedConfig | None = None,
 ) -> PreTrainedModel:
     """The last three as the library's loader takes them; without them everything to the CPU."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model, found = auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=section.attention.value,
@@ -76,12 +78,12 @@ def from_files(
             device_map=device_map,
             offload_folder=offload_folder,
             distributed_config=plan,
+            output_loading_info=True,
         )
-    except ImportError as error:  # transformers names the package that is not there
-        raise ConfigError(
-            f"verifier.attention={section.attention.value}: {str(error).splitlines()[0]}; "
-            "take verifier.attention=sdpa"
-        ) from error
+    except ImportError as error:
+        raise missing_package(section, config, error) from error
+    refuse_missing_weights(section, found["missing_keys"])
+    return model
 
 
 def over_ranks(section: VerifierSection, cache: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -132,9 +134,10 @@ def on_disk(
 
 def device_map(section: VerifierSection, cache: Path, device: torch.device) -> dict[str, str]:
     """The decoder layers to disk, every module beside the way to them to ``device``."""
+    config = load_config_of(section, cache)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(
-            load_config_of(section, cache), trust_remote_code=section.trust_remote_code
+        skeleton = auto_class(config).from_config(
+            config, trust_remote_code=section.trust_remote_code
         )
     name = layers_name(skeleton)
     placed = {name: DISK}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.schema import ConfigError, VerifierSection
+from models.architecture import (
+    auto_class,
+    refuse_structure,
+    stored_name,
+)
 from models.bundled import resolve
 from models.facts import (
     VerifierFacts,
@@ -24,6 +30,7 @@ from models.facts import (
 )
 from models.kv import KVCache
 from models.placement import Placement, place
+from models.rope import settle_longrope
 
 SAMPLED_BLOCKS = 64  # of a weights file that go into its fingerprint
 BLOCK = 1 << 16
@@ -47,6 +54,7 @@ class Verifier:
         self.backbone: Any = model.get_decoder()  # each family's own class
         self.head: Any = model.get_output_embeddings()
         self._aux: dict[int, Tensor] = {}
+        settle_longrope(model, facts.max_positions)
         self._watch_streams()
 
     @classmethod
@@ -63,6 +71,7 @@ class Verifier:
         facts, tokenizer = load_facts(section, cache), load_tokenizer(section, cache)
         with library_errors_named(section, "model"):
             model = place(section, cache, dtype, device, placement)
+        refuse_structure(section, model, facts.num_layers)
         return cls(model, tokenizer, facts)
 
     @property
@@ -125,6 +134,12 @@ class Verifier:
             )
         aux = torch.cat([self._aux[n] for n in self.facts.aux_layers], dim=-1)
         self.forget()
+        if aux.shape[:-1] != input_ids.shape:
+            raise ConfigError(
+                f"verifier.path={self.facts.path}: the layers of {type(self.model).__name__} hand "
+                f"on {tuple(aux.shape[:-1])} rows for {tuple(input_ids.shape)} tokens, and a draft "
+                "head follows one stream; choose another verifier, such as Llama or Qwen3"
+            )
         return VerifierStates(aux, output.last_hidden_state)
 
     @torch.no_grad()
@@ -153,21 +168,28 @@ class VerifierEnds:
 
 
 def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> VerifierEnds:
-    """Read embedding and head from the safetensors files, without loading the layers between."""
+    """Read embedding and head from the safetensors files, without loading the layers between.
+
+    Which tensors they are is what the model's own accessors say: names differ by family.
+    """
     folder = resolve(section.path, cache)
     config = load_config_of(section, cache)
     with torch.device("meta"), library_errors_named(section, "model"):
-        skeleton = AutoModelForCausalLM.from_config(
+        skeleton = auto_class(config).from_config(
             config, trust_remote_code=section.trust_remote_code
         )
     names = {id(p): n for n, p in skeleton.named_parameters()}  # a tied head has the first name
-    embedding_name = names[id(skeleton.get_input_embeddings().weight)]
-    head_name = names[id(skeleton.get_output_embeddings().weight)]
     where = tensor_files(folder)
-    embedding = read_tensor(folder, where, embedding_name)
-    tied = head_name == embedding_name
-    head = embedding if tied else read_tensor(folder, where, head_name)
-    return VerifierEnds(embedding.to(dtype), head.to(dtype), config.get_text_config())
+
+    def read(weight: Tensor) -> Tensor:
+        return read_tensor(
+            folder, where, stored_name(skeleton, where, names[id(weight)]), weight.shape
+        ).to(dtype)
+
+    table, rows = skeleton.get_input_embeddings().weight, skeleton.get_output_embeddings().weight
+    embedding = read(table)
+    head = embedding if rows is table else read(rows)
+    return VerifierEnds(embedding, head, config.get_text_config())
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
@@ -188,17 +210,29 @@ def tensor_files(folder: Path) -> dict[str, str]:
         raise ConfigError(f"{single}: is damaged ({error}); fetch or save it again") from error
 
 
-def read_tensor(folder: Path, where: dict[str, str], name: str) -> Tensor:
-    """Fetch one tensor; wrapped models may store it under a longer or shorter prefix."""
-    tail = name.removeprefix("model.")
-    match = name if name in where else next((k for k in where if k.endswith(tail)), None)
-    if match is None:
-        candidates = [k for k in where if "embed" in k or "head" in k]
+def read_tensor(
+    folder: Path, where: dict[str, str], name: str, shape: Sequence[int] | None = None
+) -> Tensor:
+    """Fetch one tensor, of ``shape`` if that is given. Raises ConfigError.
+
+    Wrapped models may store it under another prefix: without ``name`` itself, the one tensor
+    counts that ends in its last two words.
+    """
+    ending = "." + ".".join(name.split(".")[-2:])  # .embed_tokens.weight
+    matches = [name] if name in where else [k for k in where if f".{k}".endswith(ending)]
+    if len(matches) != 1:
+        candidates = matches or [k for k in where if "embed" in k or "head" in k]
         raise ConfigError(
             f"verifier.path={folder}: no tensor {name}; the file has {candidates or 'none like it'}"
         )
-    with safe_open(folder / where[match], framework="pt") as file:
-        return file.get_tensor(match)
+    with safe_open(folder / where[matches[0]], framework="pt") as file:
+        tensor = file.get_tensor(matches[0])
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise ConfigError(
+            f"verifier.path={folder}: {matches[0]} is {tuple(tensor.shape)}, its config says "
+            f"{tuple(shape)}; fetch or save it again"
+        )
+    return tensor
 
 
 def weights_fingerprint(folder: Path) -> str:

@@ -15,7 +15,7 @@ OWNERS = {
     "deepspeed": {"train/engine.py"},
     "torch.distributed": {"data/distributed.py", "train/engine.py"},
     "wandb": {"train/metrics.py"},
-    "datasets": {"data/sources.py"},
+    "datasets": {"data/tables.py"},
     "flash_attn": {"models/kernels.py"},
     "matplotlib": {"eval/plots.py"},
     "hydra": {"conf/compose.py", "launch/sweep.py"},

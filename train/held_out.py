@@ -11,6 +11,7 @@ from conf.runtime import RankInfo
 from data.chains import Chains
 from data.distributed import sum_over_ranks
 from data.loader import collate, on_device, starts_of
+from data.online import OnlineStates
 from data.reader import ShardReader
 from eval.acceptance import AcceptanceReport, Counters, count_hits, report_acceptance, walk
 from train.engine import Engine
@@ -18,20 +19,22 @@ from train.engine import Engine
 RESAMPLES = 200  # a training line needs a rough interval only
 
 
-def measure(engine: Engine, reader: ShardReader, n_draft: int, ranks: RankInfo) -> AcceptanceReport:
+def measure(
+    engine: Engine, source: ShardReader | OnlineStates, n_draft: int, ranks: RankInfo
+) -> AcceptanceReport:
     """Acceptance of chains of ``n_draft`` on the held-out samples, equal on all ranks.
 
     Only samples with the verifier's own greedy text, if there are any. On other text a guess
     counts when it equals the data: less than the loop would accept.
     """
-    chosen = reader.valid_indices
-    greedy = [i for i in chosen if reader.greedy[i]]
+    chosen = source.valid_indices
+    greedy = [i for i in chosen if source.greedy[i]]
     chosen = greedy or chosen
     table = torch.zeros(len(chosen), 2 * n_draft + 4, dtype=torch.int64)
     laps = -(-len(chosen) // ranks.world_size)
     for lap in range(laps):  # every rank runs every lap: ZeRO-3 gathers weights in the forward
         slot = lap * ranks.world_size + ranks.rank
-        cached = reader.read(chosen[min(slot, len(chosen) - 1)])
+        cached = source.read(chosen[min(slot, len(chosen) - 1)])
         chains = Chains.of_answers(cached.sample.loss_mask, starts_of([cached]))
         batch = on_device(collate([cached], chains), engine.device, engine.dtype)
         proposed = engine.propose(batch, n_draft).T  # [T, N]

@@ -23,10 +23,10 @@ from conf.schema import ConfigError, JobError, Normalise, OptimSection, Precisio
 from data.distributed import gather_objects, pick_device, sum_over_ranks
 from data.fp8 import restored
 from data.loader import TrainLoader, on_device
+from data.online import OnlineStates
 from data.reader import ShardReader
 from data.records import PreparedData, TTTBatch
 from eval.acceptance import AcceptanceReport
-from models.bundled import resolve
 from models.draft_file import CONFIG, save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.kernels import choose_kernel
@@ -36,7 +36,6 @@ from models.verifier import (
     load_ends,
     load_facts,
     scaled_logits,
-    weights_fingerprint,
 )
 from models.vocab import DraftVocab
 from train.breakdown import Breakdown
@@ -69,30 +68,33 @@ class Schedule:
 
 
 def fit(
-    cfg: RunConfig, prepared: PreparedData, cached: Path, ranks: RankInfo, request: StopRequest
+    cfg: RunConfig,
+    prepared: PreparedData,
+    source: ShardReader | OnlineStates,
+    ranks: RankInfo,
+    request: StopRequest,
 ) -> Path | None:
-    """Train a draft head on cached states -> the folder of the best one.
+    """Train a draft head on the states of ``source`` -> the folder of the best one.
 
     None when ``request`` came true: a checkpoint holds the step that was reached.
     Raises JobError when the loss or its gradient stops being finite, and ConfigError when the
-    cache is another verifier's.
+    states are another verifier's.
     """
     device = pick_device(cfg.run.device, ranks.local_rank)
-    reader = ShardReader(cached, weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg))))
-    module = build(cfg, prepared, reader, device)
+    module = build(cfg, prepared, source, device)
     engine = Engine(cfg, module, ranks)
-    loader = TrainLoader(reader, cfg.optim, cfg.ttt, cfg.run.seed, ranks)
+    loader = TrainLoader(source, cfg.optim, cfg.ttt, cfg.run.seed, ranks)
     total = loader.total_steps
     schedule = Schedule(cfg.optim, total)
 
     folder = run_dir(cfg)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.log.keep, ranks.is_main)
     fresh = TrainState(
-        0, -1.0, 0, ranks.world_size, curve_fingerprint(cfg, reader.manifest.fingerprint)
+        0, -1.0, 0, ranks.world_size, curve_fingerprint(cfg, source.manifest.fingerprint)
     )
     state = checkpoints.resume(engine, fresh)
     refuse_lost_head(folder / "best", state)
-    describe(cfg, engine, loader.steps_per_epoch, total, state.step)
+    describe(cfg, engine, loader, state.step)
 
     interval = Interval(cfg.ttt.depth, device)
     interval.take_up(state.pending, ranks.rank)
@@ -126,7 +128,7 @@ def fit(
                 refuse_non_finite(cfg, figures, step)
                 log.train(step, {**figures, "grad_norm": norm})
             if measures:
-                report = measure(engine, reader, cfg.eval.valid_depth, ranks)
+                report = measure(engine, source, cfg.eval.valid_depth, ranks)
                 log.held_out(step, report)
                 if report.tau > best_tau or (step == total and not best_step):
                     best_tau, best_step = report.tau, step
@@ -150,15 +152,18 @@ def fit(
 
 
 def build(
-    cfg: RunConfig, prepared: PreparedData, reader: ShardReader, device: torch.device
+    cfg: RunConfig,
+    prepared: PreparedData,
+    source: ShardReader | OnlineStates,
+    device: torch.device,
 ) -> TrainingTimeTest:
-    """The draft and its teacher, checked against what capture stored."""
+    """The draft and its teacher, checked against the states' own argmaxes."""
     cache = cache_dir(cfg)
     facts = load_facts(cfg.verifier, cache)
     config = DraftConfig.of(cfg.draft, facts)
     vocab = DraftVocab.from_counts(prepared.token_counts, config.draft_vocab_size)
     ends = load_ends(cfg.verifier, cache, torch.float32)
-    check_teacher(ends, reader)
+    check_teacher(ends, source)
     torch.manual_seed(cfg.run.seed)
     draft = Eagle3Draft(config)
     draft.initialise(ends, vocab, cfg.draft.head_init)
@@ -184,17 +189,17 @@ def refuse_missing_compiler(device: torch.device) -> None:
         )
 
 
-def check_teacher(ends: VerifierEnds, reader: ShardReader) -> None:
-    """The head on cached last states must give the argmax that capture stored with them."""
-    cached = reader.read(0)
+def check_teacher(ends: VerifierEnds, source: ShardReader | OnlineStates) -> None:
+    """The head on last states must give the argmaxes that came with them."""
+    cached = source.read(0)
     with torch.no_grad():
-        last = restored(cached.last, cached.last_scales, torch.float32)
+        last = restored(cached.last, cached.last_scales, torch.float32).to(ends.head.device)
         logits = scaled_logits(last @ ends.head.T, ends.config)
-    same = float((logits.argmax(-1) == cached.argmax).float().mean())
+    same = float((logits.argmax(-1).cpu() == cached.argmax.cpu()).float().mean())
     if same < MIN_TEACHER_AGREEMENT:
         raise ConfigError(
             f"verifier.path: its head repeats only {same:.0%} of the argmaxes stored in "
-            f"{reader.folder}; the cache is from other weights, delete it or choose its verifier"
+            f"{source}; the cache is from other weights, delete it or choose its verifier"
         )
 
 
@@ -203,9 +208,8 @@ def curve_fingerprint(cfg: RunConfig, states: str) -> str:
 
     ``states`` is the capture's fingerprint, which covers verifier, template and data.
     """
-    optim = {**plain(cfg.optim), "micro_batch_tokens": None}  # packs change no result
     return fingerprint(
-        states, cfg.draft, cfg.ttt, cfg.loss, optim,
+        states, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
         cfg.engine.precision, cfg.engine.zero_stage, cfg.engine.deepspeed, cfg.run.seed,
         cfg.eval.valid_depth, cfg.log.valid_every,  # these two choose the best head
     )  # fmt: skip
@@ -264,11 +268,15 @@ def keep_best(folder: Path, engine: Engine, report: AcceptanceReport, ranks: Ran
         write_atomically(folder / "acceptance.json", json.dumps(plain(report), indent=2))
 
 
-def describe(cfg: RunConfig, engine: Engine, steps: int, total: int, start: int) -> None:
+def describe(cfg: RunConfig, engine: Engine, loader: TrainLoader, start: int) -> None:
+    source, verifier = loader.source, ""
+    if isinstance(source, OnlineStates):
+        verifier = f" and {source.parameters:,} of the verifier"
     say(
-        f"training {engine.trainable:,} parameters ({engine.frozen:,} frozen), depth "
-        f"{cfg.ttt.depth}, {total} steps of {cfg.optim.batch_size} samples "
-        f"({steps} an epoch), ZeRO-{engine.stage} {cfg.engine.precision.value}"
+        f"training {engine.trainable:,} parameters ({engine.frozen:,} frozen{verifier}), depth "
+        f"{cfg.ttt.depth}, {loader.total_steps} steps of {cfg.optim.packs_per_step} packs "
+        f"({loader.steps_per_epoch} an epoch, a pack has {loader.samples_per_pack:.1f} samples), "
+        f"ZeRO-{engine.stage} {cfg.engine.precision.value}"
         + f", attention by {engine.module.kernel.name}"
         + (f", resumed at step {start}" if start else "")
     )

@@ -1,6 +1,7 @@
 """The stages of the job, in order; each is skipped when what it makes is there and still fits."""
 
 import fcntl
+import gc
 import json
 from pathlib import Path
 from typing import TextIO
@@ -17,19 +18,23 @@ from conf.runtime import (
     say,
     write_atomically,
 )
-from conf.schema import ConfigError, RunConfig, Stage
+from conf.schema import CaptureMode, ConfigError, RunConfig, Stage
 from conf.settings import refuse_other_settings
 from data.capture import capture
 from data.capture_job import manifest_of
 from data.distributed import barrier, pick_device, setup, shutdown, use_threads
+from data.online import OnlineStates
 from data.prepare import find_prepared, prepare
+from data.reader import ShardReader
 from data.records import PreparedData
 from data.sources import digest
 from eval.main import choose_prompts, evaluate
+from models.bundled import resolve
 from models.draft_file import CONFIG
 from models.export.card import DataFacts
 from models.export.vllm import export_run
-from models.verifier import load_facts
+from models.token_strings import save_tokens
+from models.verifier import load_facts, load_tokenizer, weights_fingerprint
 from train.loop import curve_fingerprint, fit
 from train.stop import StopRequest
 
@@ -56,17 +61,17 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
     states = manifest_of(cfg, prepared, load_facts(cfg.verifier, cache_dir(cfg)))
     curve = curve_fingerprint(cfg, states.fingerprint)
     trained = done.has("train", curve, folder / "best" / CONFIG)
-    if Stage.capture in cfg.stages or (Stage.train in cfg.stages and not trained):
-        cached = capture(cfg, prepared, ranks)
+    cached = captured_once(cfg, prepared, ranks, needed=Stage.train in cfg.stages and not trained)
     if Stage.train in cfg.stages:
         if trained:
             say(f"train: {folder / 'best'} is there and fits; skipped")
         else:
-            with StopRequest() as request:
-                best = fit(cfg, prepared, cached, ranks, request)
-            if best is None:
+            if ranks.is_main:
+                save_tokens(folder / "best", load_tokenizer(cfg.verifier, cache_dir(cfg)))
+            if train_on(cfg, prepared, cached, ranks) is None:
                 return  # asked to stop: what comes next would be measured on half a training
             done.add("train", curve, ranks)
+            gc.collect()  # an online verifier's hooks refer back to it; eval loads its own
     if ranks.is_main:  # the others wait at the barrier
         head = fingerprint(curve, text_of(folder / "best" / "acceptance.json"))
         if Stage.eval in cfg.stages:
@@ -74,6 +79,31 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
         if Stage.export in cfg.stages:
             export_once(cfg, folder, head, prepared, ranks)
     barrier()
+
+
+def captured_once(
+    cfg: RunConfig, prepared: PreparedData, ranks: RankInfo, needed: bool
+) -> Path | None:
+    """The folder with the states. None when nothing asks for them, and with capture.mode=online."""
+    asked = Stage.capture in cfg.stages
+    if cfg.capture.mode is CaptureMode.online:
+        if asked:
+            say("capture: skipped, capture.mode=online computes the states when a step needs them")
+        return None
+    return capture(cfg, prepared, ranks) if asked or needed else None
+
+
+def train_on(
+    cfg: RunConfig, prepared: PreparedData, cached: Path | None, ranks: RankInfo
+) -> Path | None:
+    """Train on the states in ``cached``, or with None on those that the verifier computes."""
+    if cached is None:
+        source = OnlineStates.load(cfg, prepared, ranks)
+    else:
+        verifier = weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg)))
+        source = ShardReader(cached, verifier)
+    with StopRequest() as request:
+        return fit(cfg, prepared, source, ranks, request)
 
 
 def evaluate_once(cfg: RunConfig, folder: Path, head: str, ranks: RankInfo) -> None:

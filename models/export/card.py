@@ -85,7 +85,8 @@ def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Pa
             f"unroll depth {ttt.depth}, step weights {ttt.decay:g}^k, "
             f"rows by {ttt.supervise.value}",
             f"loss {cfg.loss.kind.value}, averaged by {cfg.loss.normalise.value}",
-            f"AdamW, peak learning rate {optim.lr:g}, {optim.batch_size} samples a step, "
+            f"AdamW, peak learning rate {optim.lr:g}, {optim.packs_per_step} packs of "
+            f"{optim.micro_batch_tokens:,} tokens a step, "
             f"{optim.epochs:g} epochs{limit}",
             f"samples of at most {cfg.data.max_length} tokens, {cfg.engine.precision.value}, "
             f"seed {cfg.run.seed}",

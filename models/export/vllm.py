@@ -26,7 +26,8 @@ from models.export.vllm_layout import (
     config_for,
     expected_tensors,
 )
-from models.verifier import VerifierFacts, load_facts
+from models.token_strings import refuse_other_tokens
+from models.verifier import VerifierFacts, load_facts, load_tokenizer
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
@@ -47,6 +48,7 @@ def export_head(
     """Write the head in ``head`` to ``folder``, with the card of the run that ``cfg`` describes."""
     cache = Path(cfg.run.cache)
     draft = load_draft(head, torch.device("cpu"), torch.float32)
+    refuse_other_tokens(head, load_tokenizer(cfg.verifier, cache))
     card = card_of_run(head, cfg, data, resolve(cfg.verifier.path, cache))
     export(draft, load_facts(cfg.verifier, cache), folder, card, dtype)
     say(f"{folder}: written and checked ({dtype.value}); serve it with")

@@ -124,6 +124,16 @@ def rope(parameters: object) -> Iterator[str]:
             f"{CONFIG}: rope_type={parameters.get('rope_type')!r}: must be one of "
             f"{', '.join(STATIC_TYPES)}"
         )
+    elif parameters.get("short_factor") != parameters.get("long_factor"):
+        yield (
+            f"{CONFIG}: rope_parameters: short_factor and long_factor differ; engines choose "
+            "between them by the length they serve, the head has one table"
+        )
+    elif parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        yield (
+            f"{CONFIG}: partial_rotary_factor={parameters['partial_rotary_factor']}: engines would "
+            "rotate a part of each head, training rotates all of it"
+        )
 
 
 def keys(config: dict[str, Any], draft: DraftConfig) -> Iterator[str]:

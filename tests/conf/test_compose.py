@@ -117,6 +117,8 @@ def test_errors_answer_before_torch_is_imported():
 def test_a_string_is_a_list_of_one():
     cfg = load_config([STAGES, "data.path=a.jsonl"])
     assert cfg.data.path == ["a.jsonl"]
+    hub = "hub:owner/name:en@test"
+    assert load_config(["stages=[prepare]", f"data.path={hub}"]).data.path == [hub]
     assert load_config(["stages=train"]).stages == [Stage.train]
     assert {"data.path", "stages", "verifier.aux_layers", "eval.prompts"} <= knobs_holding(list)
 
@@ -127,7 +129,7 @@ def test_saved_configuration_reads_back_equal(tmp_path: Path):
     assert load_saved(tmp_path / "config.yaml") == cfg
 
 
-def test_more_ranks_than_samples_a_step_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_more_ranks_than_packs_a_step_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "64")
-    with pytest.raises(ConfigError, match=r"optim\.batch_size=2"):
+    with pytest.raises(ConfigError, match=r"optim\.packs_per_step=1: .*packs_per_step=64"):
         load_config([STAGES])

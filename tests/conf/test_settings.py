@@ -32,7 +32,14 @@ def test_another_value_is_refused_with_both(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "word",
-    ["run.seed=1", "eval.valid_depth=2", "data.template_kwargs.thinking=true", "optim.lr=1e-5"],
+    [
+        "run.seed=1",
+        "eval.valid_depth=2",
+        "data.template_kwargs.thinking=true",
+        "optim.lr=1e-5",
+        "optim.packs_per_step=3",
+        "optim.micro_batch_tokens=64",
+    ],
 )
 def test_all_that_shapes_the_head_counts(tmp_path: Path, word: str):
     make_run(tmp_path)
@@ -50,7 +57,7 @@ def test_all_that_shapes_the_head_counts(tmp_path: Path, word: str):
         "engine.attention=plain",
         "engine.compile=true",
         "engine.recompute=true",
-        "optim.micro_batch_tokens=64",
+        "capture.mode=online",
     ],
 )
 def test_what_only_measures_may_change(tmp_path: Path, word: str):

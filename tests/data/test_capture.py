@@ -217,7 +217,7 @@ def test_a_complete_cache_is_not_made_again(cfg, prepared, monkeypatch, capsys):
     folder = capture(cfg, prepared, ALONE)
     monkeypatch.setattr(Verifier, "load", None)  # would fail if it were called
     for section, value in (("ttt", 3), ("optim", 5)):
-        setattr(getattr(cfg, section), "depth" if section == "ttt" else "batch_size", value)
+        setattr(getattr(cfg, section), "depth" if section == "ttt" else "packs_per_step", value)
     cfg.capture.shard_mib = 7
     cfg.capture.batch_tokens = 999
     cfg.draft.vocab_size = 17

@@ -1,8 +1,12 @@
 """The loader: the same samples a step for any number of ranks, exactly resumed, packed in full."""
 
+import os
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from itertools import islice, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from conf.schema import ConfigError, OptimSection, Supervise, TTTSection
 from data.chains import Chains
 from data.loader import StepWindow, TrainLoader, collate, on_device, starts_of
 from data.reader import ShardReader
-from data.records import TokenizedSample, TTTBatch
+from data.records import CachedPack, TokenizedSample, TTTBatch
 
 BUDGET = 80  # tokens; the longest sample has 64
 TTT = TTTSection(depth=3, supervise=Supervise.any)
@@ -26,7 +30,7 @@ def reader(write_cache, some_samples: list[TokenizedSample], tmp_path) -> ShardR
 
 def loader_of(reader: ShardReader, rank: int = 0, world: int = 1, **optim) -> TrainLoader:
     settings = OptimSection(
-        **{"batch_size": 6, "micro_batch_tokens": BUDGET, "epochs": 3.0} | optim
+        **{"packs_per_step": 2, "micro_batch_tokens": BUDGET, "epochs": 3.0} | optim
     )
     return TrainLoader(reader, settings, TTT, seed=7, ranks=RankInfo(rank, world, rank))
 
@@ -65,30 +69,38 @@ def same(ours, theirs) -> bool:
 
 def test_each_epoch_has_every_training_sample_once(reader: ShardReader):
     loader = loader_of(reader)
-    assert loader.steps_per_epoch == 3 and loader.total_steps == 9  # 16 samples: 6, 6, 4
+    packs = len(loader.packing)
+    assert packs % 2, "the last step of an epoch is to be a partial one"
+    assert loader.steps_per_epoch == packs // 2 + 1 and loader.total_steps == 3 * (packs // 2 + 1)
     windows = list(loader.windows())
-    assert len(windows) == 9
+    assert len(windows) == loader.total_steps
     orders = []
     for epoch in range(3):
-        inside = windows[3 * epoch : 3 * epoch + 3]
-        assert [len(samples_in(window)) for window in inside] == [6, 6, 4]
+        inside = windows[epoch * loader.steps_per_epoch :][: loader.steps_per_epoch]
+        assert [len(window.batches) for window in inside] == [2] * (packs // 2) + [1]
         orders.append([index for window in inside for index in samples_in(window)])
         assert sorted(orders[-1]) == reader.train_indices
     assert orders[0] != orders[1] != orders[2]
 
 
-@pytest.mark.parametrize("world", [2, 4, 5])
-def test_a_step_sees_the_same_samples_on_any_number_of_ranks(reader: ShardReader, world: int):
-    alone = list(loader_of(reader).windows())
-    ranks = [list(loader_of(reader, rank, world).windows()) for rank in range(world)]
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("packs", [1, 2, 5])
+def test_ranks_split_a_step_without_overlap_or_loss(reader: ShardReader, world: int, packs: int):
+    def loaders(rank: int, of: int) -> TrainLoader:
+        return loader_of(reader, rank, of, packs_per_step=packs, micro_batch_tokens=70)
+
+    alone = list(loaders(0, 1).windows())
+    ranks = [list(loaders(rank, world).windows()) for rank in range(world)]
+    assert {len(windows) for windows in ranks} == {len(alone)}
     for step, window in enumerate(alone):
         parts = [samples_in(windows[step]) for windows in ranks]
         together = [index for part in parts for index in part]
+        assert len(set(together)) == len(together)  # no sample on two ranks
         assert sorted(together) == sorted(samples_in(window))
-        assert len({len(windows[step].batches) for windows in ranks}) == 1
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        tokens = [int(reader.lengths[part].sum()) for part in parts]
-        assert max(tokens) - min(tokens) <= int(reader.lengths[together].max())
+        laps = -(-len(window.batches) // world)
+        assert [len(windows[step].batches) for windows in ranks] == [laps] * world
+        for place, batch in enumerate(window.batches):  # rank r takes packs r, r + W, ...
+            assert same(batch, ranks[place % world][step].batches[place // world])
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -100,20 +112,17 @@ def test_no_pack_is_over_the_budget(reader: ShardReader, world: int, budget: int
             assert len(batch.input_ids) <= budget or batch.samples == 1  # a longer sample is alone
 
 
-def test_a_larger_budget_makes_fewer_batches(reader: ShardReader):
-    def batches(budget: int) -> list[int]:
-        windows = loader_of(reader, batch_size=16, micro_batch_tokens=budget).windows()
-        return [len(window.batches) for window in windows]
+def test_a_larger_budget_makes_fewer_steps(reader: ShardReader):
+    def steps(budget: int) -> int:
+        return loader_of(reader, packs_per_step=1, micro_batch_tokens=budget).steps_per_epoch
 
     tokens = int(reader.lengths[reader.train_indices].sum())
-    assert batches(tokens) == [1] * 3
-    assert batches(64) > batches(128) > batches(256) > [1] * 3
-    assert batches(1) == [16] * 3
+    assert steps(1) == 16 > steps(64) > steps(128) > steps(256) > steps(tokens) == 1
 
 
 def test_the_same_step_twice_is_the_same_window(reader: ShardReader):
     one, other = loader_of(reader), loader_of(reader)
-    for step in (0, 4, 8):
+    for step in (0, 4, 8, one.total_steps - 1):
         assert same(one.window(step), other.window(step))
         assert same(one.window(step), one.window(step))
     assert not same(one.window(0), one.window(1))
@@ -123,19 +132,20 @@ def test_resume_at_any_step_gives_the_same_windows(reader: ShardReader):
     whole = list(loader_of(reader).windows())
     for start in (1, 3, 5, 8):
         rest = list(loader_of(reader).windows(start))
-        assert len(rest) == 9 - start
+        assert len(rest) == len(whole) - start
         for before, after in zip(whole[start:], rest, strict=True):
             assert same(before, after)
-    assert list(loader_of(reader).windows(9)) == []
+    assert list(loader_of(reader).windows(len(whole))) == []
 
 
 def test_seeds_give_other_orders(reader: ShardReader):
-    other = TrainLoader(reader, loader_of(reader).optim, TTT, seed=8, ranks=RankInfo(0, 1, 0))
-    assert other.samples_of(0) != loader_of(reader).samples_of(0)
+    one = loader_of(reader)
+    other = TrainLoader(reader, one.optim, TTT, seed=8, ranks=RankInfo(0, 1, 0))
+    assert other.packs_of(0) != one.packs_of(0)
 
 
-def test_fewer_samples_than_one_batch(reader: ShardReader):
-    loader = loader_of(reader, batch_size=100)
+def test_a_data_set_smaller_than_one_step(reader: ShardReader):
+    loader = loader_of(reader, packs_per_step=100)
     window = next(loader.windows())
     assert loader.steps_per_epoch == 1
     assert sorted(samples_in(window)) == reader.train_indices
@@ -143,8 +153,8 @@ def test_fewer_samples_than_one_batch(reader: ShardReader):
     assert tokens / BUDGET <= len(window.batches) <= 1.3 * tokens / BUDGET
 
 
-def test_a_rank_without_samples_gets_idle_packs(reader: ShardReader):
-    windows = list(loader_of(reader, rank=4, world=5, batch_size=3).windows())
+def test_a_rank_without_packs_gets_idle_ones(reader: ShardReader):
+    windows = list(loader_of(reader, rank=4, world=5, packs_per_step=3).windows())
     for window in windows:
         (batch,) = window.batches
         assert is_idle(batch) and batch.samples == 1 and batch.positions.tolist() == [0]
@@ -157,7 +167,10 @@ def test_a_rank_without_samples_gets_idle_packs(reader: ShardReader):
 
 def test_a_rank_with_fewer_packs_is_filled_up(reader: ShardReader):
     """Packs of one sample each: a rank with fewer idles while the others work."""
-    ranks = [list(loader_of(reader, r, 5, micro_batch_tokens=1).windows()) for r in range(5)]
+    ranks = [
+        list(loader_of(reader, r, 5, packs_per_step=7, micro_batch_tokens=1).windows())
+        for r in range(5)
+    ]
     for windows in zip(*ranks, strict=True):
         idle = [sum(map(is_idle, window.batches)) for window in windows]
         work = [len(samples_in(window)) for window in windows]
@@ -166,16 +179,18 @@ def test_a_rank_with_fewer_packs_is_filled_up(reader: ShardReader):
 
 
 def test_total_steps(reader: ShardReader):
-    assert loader_of(reader, epochs=0.5).total_steps == 2
+    steps = loader_of(reader).steps_per_epoch
+    assert loader_of(reader, epochs=0.5).total_steps == round(steps / 2)
+    assert loader_of(reader, epochs=2.5).total_steps == round(2.5 * steps)
     assert loader_of(reader, epochs=0.01).total_steps == 1
     assert loader_of(reader, max_steps=4).total_steps == 4
     assert len(list(loader_of(reader, max_steps=4).windows())) == 4
 
 
-def test_ten_samples_by_four_are_three_steps(write_cache, some_samples, tmp_path):
+def test_ten_packs_by_four_are_three_steps(write_cache, some_samples, tmp_path):
     ten = [sample for sample in some_samples if not sample.held_out][:10]
     reader = ShardReader(write_cache(tmp_path / "ten", ten))
-    loader = loader_of(reader, batch_size=4, epochs=1.0)
+    loader = loader_of(reader, packs_per_step=4, micro_batch_tokens=1, epochs=1.0)
     assert loader.total_steps == loader.steps_per_epoch == 3  # the schedule's length, too
     assert [len(samples_in(window)) for window in loader.windows()] == [4, 4, 2]
 
@@ -222,12 +237,12 @@ def check_batch(batch: TTTBatch, reader: ShardReader, rule: Supervise) -> None:
 def test_an_error_while_reading_reaches_the_trainer(reader: ShardReader, monkeypatch):
     loader = loader_of(reader)
 
-    def broken(index: int):
+    def broken(indices: list[int]):
         raise OSError(5, "Input/output error")
 
     windows = loader.windows()
     next(windows)
-    monkeypatch.setattr(reader, "read", broken)
+    monkeypatch.setattr(reader, "read_pack", broken)
     with pytest.raises(OSError, match="Input/output"):
         list(windows)
 
@@ -250,6 +265,64 @@ def test_it_reads_no_further_than_two_windows_ahead(reader: ShardReader, monkeyp
         next(windows)
     windows.close()
     assert max(steps) <= 4 + 2
+
+
+def test_what_is_asked_of_the_disk_is_what_is_read(reader: ShardReader, monkeypatch):
+    """In the order of the steps, across epochs, and a window before it is read."""
+    loader = loader_of(reader, rank=1, world=2, packs_per_step=4)
+    asked: list[list[int]] = []
+    monkeypatch.setattr(reader, "expect", asked.append)
+    monkeypatch.setattr("data.loader.SOON", 1)
+    monkeypatch.setattr("data.loader.AHEAD", 1)  # one thread: what was asked has an order
+    windows = loader.windows()
+    first = next(windows)
+    assert len(asked) >= 2
+    read = [samples_in(window) for window in [first, *windows]]
+    assert asked == read and len(read) == loader.total_steps
+
+
+def test_the_system_fetches_all_bytes_of_a_sample(reader: ShardReader, monkeypatch):
+    """Every byte of a shard's rows belongs to one sample's stretches, and to no other's."""
+    fetched: dict[str, list[tuple[int, int]]] = {}
+
+    def note(handle: int, begin: int, size: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        name = Path(f"/proc/self/fd/{handle}").readlink().name
+        fetched.setdefault(name, []).append((begin, begin + size))
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    reader.expect(list(range(len(reader)))[::-1])
+    assert sorted(fetched) == [entry.name for entry in reader.manifest.shards]
+    for entry in reader.manifest.shards:
+        spans = sorted(fetched[entry.name])
+        assert all(one[1] <= two[0] for one, two in pairwise(spans))
+        rows = entry.tokens * (4 + 1 + 24 * 2) + entry.asking * (8 * 2 + 4 + 4)
+        assert sum(end - begin for begin, end in spans) == rows
+
+
+def test_steps_do_not_wait_for_a_loader_that_is_quick_enough(reader: ShardReader, monkeypatch):
+    """Reading a window takes 20 ms here, a step 30: only the first one waits."""
+    loader = loader_of(reader, epochs=10.0)
+    read = reader.read_pack
+
+    def slow(indices: list[int]) -> CachedPack:
+        time.sleep(0.01)
+        return read(indices)
+
+    def waits(windows: Iterator[StepWindow]) -> float:
+        next(windows)
+        total = 0.0
+        for _ in range(6):
+            time.sleep(0.03)
+            begin = time.perf_counter()
+            next(windows)
+            total += time.perf_counter() - begin
+        return total
+
+    monkeypatch.setattr(reader, "read_pack", slow)
+    ahead, plain = waits(loader.windows()), waits(map(loader.window, range(7)))
+    assert plain > 6 * 0.01
+    assert ahead < plain / 2
 
 
 def test_nothing_to_train_on_is_named(write_cache, some_samples, tmp_path):

@@ -228,7 +228,7 @@ def test_data_without_a_usable_row(cfg):
     assert "1 x no turns" in text
     assert "\n" not in text
     save(cfg, [""])
-    with pytest.raises(ConfigError, match="the files are empty"):
+    with pytest.raises(ConfigError, match="the file is empty"):
         prepare(cfg)
     assert not list(Path(cfg.run.cache).glob("*"))
 

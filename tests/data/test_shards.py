@@ -36,7 +36,7 @@ def test_every_sample_comes_back(cache: Path, some_samples: list[TokenizedSample
     for index, sample in enumerate(some_samples):
         cached = reader.read(index)
         assert cached.sample.id == sample.id
-        assert cached.sample.greedy == sample.greedy == reader.is_greedy(index)
+        assert cached.sample.greedy == sample.greedy == bool(reader.greedy[index])
         assert cached.sample.held_out == sample.held_out
         assert torch.equal(cached.sample.input_ids, sample.input_ids)
         assert torch.equal(cached.sample.loss_mask, sample.loss_mask)

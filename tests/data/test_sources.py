@@ -1,13 +1,21 @@
 """Files to rows: nothing lost, nothing stopped by one bad row, and clear errors for bad paths."""
 
+import gzip
 import json
+import pickle
+import random
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from conf.schema import ConfigError
-from data.sources import RowLog, digest, find_files, read_conversations
+from data.dialects import Reading, RowRefused
+from data.records import Conversation
+from data.sources import RowLog, digest, find_files, read_conversations, read_one, read_rows
+from data.tables import HubSplit
 
 
 def row(name: str, answer: str = "a") -> dict:
@@ -23,9 +31,19 @@ def read(*files: Path, **options) -> tuple[list[str], RowLog]:
     return names, log
 
 
+def conversations(*files: Path) -> tuple[list[Conversation], RowLog]:
+    log = RowLog()
+    return list(read_conversations(list(files), log)), log
+
+
 def save(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def save_table(path: Path, rows: list[dict]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
@@ -60,13 +78,13 @@ def test_bad_lines_are_counted_and_the_rest_is_read(tmp_path):
     names, log = read(save(tmp_path / "a.jsonl", content))
     assert names == ["good", "good"]
     assert log.skipped == {
-        "unparsable line": 4,
+        "unparsable JSON": 4,
         "not UTF-8 text": 1,
         "not a JSON object": 2,
         "no turns": 1,
     }
-    assert log.first["unparsable line"] == "a.jsonl:4"
-    assert "4 x unparsable line (first: a.jsonl:4)" in log.reasons()
+    assert log.first["unparsable JSON"] == "a.jsonl:4"
+    assert "4 x unparsable JSON (first: a.jsonl:4)" in log.reasons()
 
 
 def test_one_very_long_line(tmp_path):
@@ -110,29 +128,24 @@ def test_array_with_bytes_that_are_no_utf8(tmp_path):
     content = json.dumps([row("one", "é"), row("two")], ensure_ascii=False)
     names, log = read(save(tmp_path / "a.json", content.encode("latin-1")))
     assert names == ["two"]
-    assert log.skipped == {"broken characters in the text": 1}
-
-
-def test_parquet(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list([row("one"), {"id": "two", "messages": []}, row("three")])
-    table.to_parquet(tmp_path / "a.parquet")
-    names, log = read(tmp_path / "a.parquet")
-    assert names == ["one", "three"]
-    assert log.skipped == {"no turns": 1}
-    whole = (tmp_path / "a.parquet").read_bytes()
-    cut = save(tmp_path / "cut.parquet", whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match=r"cut\.parquet: is no readable parquet file"):
-        read(cut)
+    assert log.skipped == {"not UTF-8 text": 1}
 
 
 def test_folder_is_read_in_order_and_hidden_files_are_not(tmp_path):
     save(tmp_path / "b.jsonl", lines(row("b")))
     save(tmp_path / "a" / "x.JSON", json.dumps([row("a")]))
     save(tmp_path / ".git" / "c.jsonl", lines(row("c")))
+    save(tmp_path / "c.jsonl.gz", gzip.compress(lines(row("c")).encode()))
+    save(
+        tmp_path / "d.json.zst",
+        pyarrow.compress(b"[" + lines(row("d")).encode() + b"]", "zstd", asbytes=True),
+    )
+    save_table(tmp_path / "e.parquet", [row("e")])
     save(tmp_path / "README.md", "words")
-    files = find_files([str(tmp_path), str(tmp_path / "b.jsonl")])
-    assert read(*files)[0] == ["a", "b", "b"]
+    files = find_files([str(tmp_path), str(tmp_path / "b.jsonl"), "hub:owner/name"])
+    assert files[-1] == HubSplit("owner/name", None, "train")
+    assert read(*files[:-1])[0] == ["a", "b", "c", "d", "e", "b"]
+    assert [digest(file).lines for file in files[:-1]] == [0, 1, 0, 0, 1, 1]
 
 
 def test_bad_paths_are_named_with_the_way_out(tmp_path):
@@ -141,14 +154,92 @@ def test_bad_paths_are_named_with_the_way_out(tmp_path):
     cases = [
         ([], r"^data\.path=\[\]: .*python -m data\.regenerate"),
         (["no/such.jsonl"], r"^data\.path=no/such\.jsonl: no such file .*python -m data\.regen"),
-        ([str(tmp_path / "empty")], r"empty: the folder holds no \.json, \.jsonl, \.parquet file"),
+        ([str(tmp_path / "empty")], r"empty: the folder holds no \.json, .*, \.jsonl\.zst file"),
         ([str(text)], r"a\.csv: the extension \.csv is not read"),
+        (["hub:"], r"^data\.path=hub:: is no name of a hub data set; write hub:OWNER/NAME"),
+        (["hub:a:b:c"], r"^data\.path=hub:a:b:c: is no name of a hub data set"),
     ]
     for paths, message in cases:
         with pytest.raises(ConfigError, match=message):
             find_files(paths)
     with pytest.raises(ConfigError, match=r"^regenerate\.prompts=no\.jsonl"):
         find_files(["no.jsonl"], "regenerate.prompts")
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n "])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_an_empty_file_is_named_before_anything_is_read(tmp_path, name, content):
+    save(tmp_path / "b.jsonl", lines(row("b")))
+    save(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(ConfigError, match=rf"^data\.path=\S*{name}: the file is empty; delete"):
+            find_files([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"messages": []}'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (gzip.compress(b"{}"), r"is compressed; let its name end with \.gz as well"),
+        (pyarrow.compress(b"{}", "zstd", asbytes=True), r"is compressed; .* with \.zst as well"),
+        (b"PAR1\x15\x04", r"is a parquet table; let its name end with \.parquet"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named_with_the_way_out(tmp_path, content, message):
+    file = save(tmp_path / "a.jsonl", content)
+    with pytest.raises(ConfigError, match=rf"^data\.path=\S*a\.jsonl: the file {message}"):
+        find_files([str(file)])
+
+
+def test_a_compressed_file_that_is_none_is_named(tmp_path):
+    file = save(tmp_path / "a.jsonl.gz", lines(row("a")))
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read \(zlib inflate failed"):
+        find_files([str(file)])
+
+
+def test_empty_conversations_leave_the_others_unchanged(tmp_path):
+    """B02: a row without turns is skipped and counted; B03: so is one of the assistant alone."""
+    alone = {"id": "g", "conversations": [{"from": "gpt", "value": "a"}]}
+    empty = {"id": "x", "conversations": []}
+    file = save(tmp_path / "a.jsonl", lines(row("one"), empty, alone, row("two")))
+    found, log = conversations(file)
+    assert found == conversations(save(tmp_path / "b.jsonl", lines(row("one"), row("two"))))[0]
+    assert log.skipped == {"no turns": 1, "no user turn": 1}
+
+
+def test_a_reading_or_a_refusal_of_each_row_travels_between_processes(tmp_path):
+    file = save(tmp_path / "a.jsonl", lines(row("one"), {}, {"messages": [3]}) + "{")
+    answers = [pickle.loads(pickle.dumps(read_one(found))) for found in read_rows(file)]
+    assert isinstance(answers[0], Reading)
+    reasons = [one.reason for one in answers[1:] if isinstance(one, RowRefused)]
+    assert reasons == ["no turns", "turn without a role", "unparsable JSON"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.zst", "a.parquet"])
+def test_bytes_changed_at_random_never_hang_or_crash(tmp_path, name):
+    """Every row is kept or counted; a file that cannot be read at all is a ConfigError."""
+    dice = random.Random(name)
+    good = [row(f"n{n}", 'é "x" \\ \n]}' * 3) for n in range(20)]
+    text = (lines(*good) if "jsonl" in name else json.dumps(good)).encode()
+    kept = 0
+    for _ in range(60):
+        file = save(tmp_path / name, text)
+        if name.endswith(".gz"):
+            file.write_bytes(gzip.compress(text))
+        elif name.endswith(".zst"):
+            file.write_bytes(pyarrow.compress(text, "zstd", asbytes=True))
+        elif name.endswith(".parquet"):
+            save_table(file, good)
+        whole = bytearray(file.read_bytes())
+        for _ in range(dice.choice([1, 3, 10])):
+            at = dice.randrange(len(whole))
+            whole[at : at + dice.choice([0, 1, 2])] = dice.randbytes(dice.choice([0, 1]))
+        file.write_bytes(whole[: dice.choice([len(whole), dice.randrange(len(whole))])])
+        try:
+            kept += len(read(*find_files([str(file)]))[0])
+        except ConfigError as error:
+            assert "\n" not in str(error)
+    assert kept or name.endswith((".gz", ".zst", ".parquet"))
 
 
 def test_max_samples_does_not_count_skipped_or_withdrawn_rows(tmp_path):
@@ -185,6 +276,7 @@ def test_digest_sees_every_byte(tmp_path):
 
 
 def test_messy_sharegpt_fits_its_labels(shared):
+    """B01 to B05 on a real file: every row is kept, changed or skipped for the reason it shows."""
     raw = shared / "data" / "raw"
     names, log = read(raw / "sharegpt_messy_100.jsonl")
     rows = [json.loads(line) for line in (raw / "sharegpt_messy_100.labels.jsonl").open()]
@@ -207,8 +299,19 @@ def test_messy_sharegpt_fits_its_labels(shared):
     doubled = {name for name, found in features.items() if "consecutive_same_role" in found}
     assert log.changed["two turns of one role merged"] == len(doubled - only_gpt - empty) == 3
     unknown = {name for name, found in features.items() if "unknown_role" in found}
-    assert unknown & set(names)  # chatgpt, bing and bard are the assistant
+    assert len(unknown) == 9
+    assert unknown <= set(names)  # chatgpt, bing and bard are the assistant, user is the user
     assert "unknown role" not in log.skipped
+    roles = {one["id"]: one["roles"] for one in rows}
+    found = {one.id: one for one in conversations(raw / "sharegpt_messy_100.jsonl")[0]}
+    answers = {"gpt", "chatgpt", "bing", "bard"}
+    for name in unknown:
+        said = [i for i, role in enumerate(roles[name]) if role in answers]
+        assert [t.role for t in found[name].turns].count("assistant") == len(said)
+    systems = {name for name, listed in roles.items() if listed[:1] == ["system"]}
+    assert {name for name in systems & set(found) if found[name].turns[0].role == "system"} == (
+        systems - system_alone
+    )
 
 
 def test_array_cut_off_as_it_was_published(shared):
@@ -218,13 +321,51 @@ def test_array_cut_off_as_it_was_published(shared):
     assert len(names) + log.skipped["empty turn"] == 9
 
 
-def test_many_languages_and_tools(shared):
-    raw = shared / "data" / "raw"
-    assert len(read(raw / "oasst1_multilingual.jsonl")[0]) == 68
-    _, log = read(raw / "toolcall_roles.jsonl")
-    assert (log.rows_out, log.skipped) == (77, {"tools": 123})
-    _, log = read(raw / "reasoning_tool_parts.jsonl")
-    assert (log.rows_in, log.rows_out) == (50, 0)
+def test_many_languages(shared):
+    assert len(read(shared / "data" / "raw" / "oasst1_multilingual.jsonl")[0]) == 68
+
+
+def test_tool_roles_are_kept(shared):
+    """B06 on a real file: every call is an assistant's, every observation a tool's, none lost."""
+    file = shared / "data" / "raw" / "toolcall_roles.jsonl"
+    given = [json.loads(line) for line in file.open()]
+    found, log = conversations(file)
+    assert (log.rows_in, log.rows_out, log.skipped) == (200, 200, {})
+    roles = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+    for row, one in zip(given, found, strict=True):
+        turns = row["conversations"]
+        assert [t.role for t in one.turns] == [roles.get(t["from"], "tool") for t in turns]
+        for turn, kept in zip(turns, one.turns, strict=True):
+            assert bool(kept.calls) == (turn["from"] == "function_call")
+            if kept.calls:
+                asked = json.loads(turn["value"])
+                assert (kept.calls[0].name, json.loads(kept.calls[0].arguments)) == (
+                    asked["name"],
+                    asked["arguments"],
+                )
+            else:
+                assert kept.content == turn["value"]
+        tools = json.loads(row["tools"])
+        assert [tool["function"] for tool in json.loads(one.tools or "[]")] == tools
+
+
+def test_reasoning_and_call_parts_are_kept(shared):
+    """B06 with typed parts: every thought, call and text of the file is in a turn."""
+    file = shared / "data" / "raw" / "reasoning_tool_parts.jsonl"
+    given = [json.loads(line) for line in file.open()]
+    found, log = conversations(file)
+    assert (log.rows_in, log.rows_out, log.skipped, log.changed) == (50, 50, {}, {})
+    for row, one in zip(given, found, strict=True):
+        parts = [part for turn in row["messages"] for part in turn["content"]]
+
+        def texts(kind: str, parts: list = parts) -> list[str]:
+            return [part["value"] for part in parts if part["type"] == kind]
+
+        assert [turn.reasoning for turn in one.turns if turn.reasoning] == texts("reasoning")
+        assert [turn.content for turn in one.turns if turn.content] == texts("text")
+        calls = [call.name for turn in one.turns for call in turn.calls]
+        assert calls == [json.loads(text)["name"] for text in texts("tool_call")]
+        assert len(json.loads(one.tools or "[]")) == len(json.loads(row["tools"]))
 
 
 def test_clean_files_lose_nothing(shared):

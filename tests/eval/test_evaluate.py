@@ -117,6 +117,12 @@ def test_a_head_that_is_not_there(cfg: RunConfig, tmp_path: Path):
         evaluate(cfg, tmp_path / "nothing")
 
 
+def test_a_head_of_other_tokens(cfg: RunConfig):
+    (head_of(cfg) / "tokens.json").write_text(json.dumps(["<|other|>"]))
+    with pytest.raises(ConfigError, match=r"verifier\.path=.*: token 0 is '<\|unk\|>'"):
+        evaluate(cfg, head_of(cfg))
+
+
 def test_only_unseen_prompts_are_refused(cfg: RunConfig, tmp_path: Path):
     alone = tmp_path / "unseen.jsonl"
     alone.write_text(lines({"split": "unseen_pattern", "turns": ["x"]}))

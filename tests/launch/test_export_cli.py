@@ -64,6 +64,13 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return lines[0]
 
 
+def test_a_head_of_other_tokens(run: Path, capsys):
+    """As when the files at verifier.path were replaced since the training."""
+    (run / "best" / "tokens.json").write_text(json.dumps(["<|unk|>", "<|other|>"]))
+    said = refused(capsys, str(run / "best"))
+    assert "token 1 is '<|im_start|>'" in said and "trained with '<|other|>' there" in said
+
+
 def test_export_writes_the_folder_and_says_how_to_serve_it(run, capsys, tiny_verifier):
     assert main([str(run / "best"), "--to", "vllm"]) == 0
     folder = run / "export" / "vllm"

@@ -163,15 +163,17 @@ def test_what_shapes_the_curve_is_in_its_fingerprint():
     assert curve_fingerprint(cfg, "states1") != known
     assert curve_fingerprint(replace(cfg, run=replace(cfg.run, seed=1)), "states0") != known
     assert curve_fingerprint(replace(cfg, ttt=replace(cfg.ttt, depth=1)), "states0") != known
+    for knob in ("packs_per_step", "micro_batch_tokens"):
+        other = replace(cfg, optim=replace(cfg.optim, **{knob: 64}))
+        assert curve_fingerprint(other, "states0") != known
     free = replace(cfg, log=replace(cfg.log, every=1, breakdown=3), run=replace(cfg.run, name="x"))
     assert curve_fingerprint(free, "states0") == known
 
 
 def test_what_a_machine_dictates_does_not_shape_the_curve():
-    """After an out-of-memory error a run goes on with smaller packs."""
+    """After an out-of-memory error a run goes on with recomputation; packs are what a step sees."""
     cfg = RunConfig()
     other = RunConfig()
-    other.optim.micro_batch_tokens = 64
     other.engine.attention = DraftAttentionKind.plain
     other.engine.compile = other.engine.recompute = True
     assert curve_fingerprint(other, "states0") == curve_fingerprint(cfg, "states0")

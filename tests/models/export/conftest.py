@@ -11,6 +11,7 @@ from conf.schema import Precision
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts
 from models.export.vllm import export
+from models.layer_shape import LayerShape
 from models.verifier import VerifierFacts
 from models.vocab import DraftVocab
 
@@ -39,14 +40,16 @@ def facts_for(config: DraftConfig) -> VerifierFacts:
         path="org/verifier",
         architectures=["LlamaForCausalLM"],
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
         num_layers=8,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         vocab_size=config.vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
         max_positions=config.max_positions,
+        layer=LayerShape(
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+        ),
         rope=dict(config.rope),
         aux_layers=list(config.aux_layers),
         bos_id=1,

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from models.export.vllm_check import check
 from models.export.vllm_layout import expected_tensors
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
+
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -191,6 +193,14 @@ def test_every_key_of_eagle_config_is_missed(folder):
         (
             {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
             ("'spiral'", "must be one of"),
+        ),
+        (
+            {"rope_parameters": {**DEFAULT_ROPE, "long_factor": [2.0] * 16}},
+            ("short_factor and long_factor differ",),
+        ),
+        (
+            {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}},
+            ("partial_rotary_factor=0.5", "rotate a part"),
         ),
         ({"head_dim": 12}, ("q_proj", "(128, 96)", "(48, 96)")),
         ({"head_dim": None}, ("head_dim=None", "at least 1")),

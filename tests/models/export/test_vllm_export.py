@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from conf.schema import ConfigError, Precision
 from models.export.vllm import export
 from models.export.vllm_check import check
+from models.rope import Rope, settled
 
 PLAIN = {
     "fc.weight": (48, 144),
@@ -160,6 +161,13 @@ def table_at(config: LlamaConfig, position: int) -> torch.Tensor:
             "factor": 4.0,
             "original_max_position_embeddings": 32768,
         },
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.0 + i / 4 for i in range(16)],
+            "original_max_position_embeddings": 4096,
+        },
     ],
     ids=lambda rope: rope["rope_type"],
 )
@@ -172,7 +180,8 @@ def test_rotary_tables_equal_the_verifiers_in_both_spellings(make_head, export_h
         max_position_embeddings=limit,
         rope_parameters=dict(rope),
     )
-    folder = export_head(make_head(rope=rope, max_positions=limit))
+    settled_rope = settled(Rope(32, limit, rope))
+    folder = export_head(make_head(rope=settled_rope, max_positions=limit))
     whole = config_in(folder)
     older = {k: v for k, v in whole.items() if k != "rope_parameters"}
     newer = {k: v for k, v in whole.items() if k not in ("rope_theta", "rope_scaling")}

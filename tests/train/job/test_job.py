@@ -16,9 +16,7 @@ from conf.runtime import RankInfo
 from conf.schema import ConfigError
 from data.manifest import manifest_file
 from data.prepare import find_prepared
-from train.loop import fit
-from train.stages import Stamps
-from train.stop import StopRequest
+from train.stages import Stamps, train_on
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +43,9 @@ def killed(place, finished: Path) -> tuple[int, str]:
 def test_the_whole_job_leaves_all_its_files(place, finished: Path):
     expected = (
         "config.yaml provenance.json metrics.jsonl train.log best/draft.safetensors "
-        "best/draft.json best/acceptance.json eval/report.json eval/report.md eval/acceptance.png "
-        "eval/speed.png eval/training.png export/vllm/config.json export/vllm/model.safetensors "
-        "export/vllm/README.md"
+        "best/draft.json best/tokens.json best/acceptance.json eval/report.json eval/report.md "
+        "eval/acceptance.png eval/speed.png eval/training.png export/vllm/config.json "
+        "export/vllm/model.safetensors export/vllm/README.md"
     )
     assert not [name for name in expected.split() if not (finished / name).is_file()]
     kept = sorted(path.name for path in (finished / "checkpoints").iterdir())
@@ -173,7 +171,7 @@ def test_states_of_another_verifier_are_refused(place, finished: Path, tmp_path:
     entries = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**entries, "verifier": "0123456789abcdef"}))
     with pytest.raises(ConfigError) as caught:
-        fit(cfg, find_prepared(cfg), tmp_path / "cached", RankInfo(0, 1, 0), StopRequest())
+        train_on(cfg, find_prepared(cfg), tmp_path / "cached", RankInfo(0, 1, 0))
     assert "0123456789abcdef" in str(caught.value) and entries["verifier"] in str(caught.value)
 
 

@@ -1,0 +1,97 @@
+"""States that are computed when a step asks for them: nothing of them is ever on a disk."""
+
+from collections.abc import Sequence
+
+import torch
+
+from conf.runtime import RankInfo, cache_dir
+from conf.schema import RunConfig
+from data.capture_job import manifest_of
+from data.distributed import pick_device
+from data.manifest import Manifest
+from data.records import CachedPack, CachedSample, PreparedData, TokenizedSample
+from data.states import batches, check_states, states_of
+from models.verifier import Verifier
+
+
+class OnlineStates:
+    """What ShardReader offers, from the verifier itself, which stays in memory beside the draft.
+
+    States are rounded as the cache would (capture.dtype) and stay on the verifier's device. Each
+    rank holds a whole verifier and computes its own packs, every epoch anew: a forward of the
+    verifier a token and epoch in place of 8*D bytes a token on a disk.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        samples: Sequence[TokenizedSample],
+        manifest: Manifest,
+        batch_tokens: int,
+    ):
+        """``manifest`` describes the states as a cache's would; it has no shards."""
+        self.verifier = verifier
+        self.samples = samples
+        self.manifest = manifest
+        self.batch_tokens = batch_tokens
+        self.lengths = torch.tensor([len(sample.input_ids) for sample in samples])
+        self.held_out = torch.tensor([sample.held_out for sample in samples])
+        self.greedy = torch.tensor([sample.greedy for sample in samples])
+
+    @classmethod
+    def load(cls, cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> "OnlineStates":
+        """Load the verifier and check its states. Raises JobError when they are wrong."""
+        device = pick_device(cfg.run.device, ranks.local_rank)
+        dtype = getattr(torch, cfg.verifier.dtype.value)
+        verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
+        manifest = manifest_of(cfg, prepared, verifier.facts)
+        stored = getattr(torch, manifest.dtype)
+        check_states(verifier, verifier.states, prepared.samples[:8], stored, cfg.capture.tolerance)
+        return cls(verifier, prepared.samples, manifest, cfg.capture.batch_tokens)
+
+    def __str__(self) -> str:
+        return "the memory of capture.mode=online"
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def train_indices(self) -> list[int]:
+        return (~self.held_out).nonzero()[:, 0].tolist()
+
+    @property
+    def valid_indices(self) -> list[int]:
+        return self.held_out.nonzero()[:, 0].tolist()
+
+    @property
+    def parameters(self) -> int:
+        """Of the verifier, all frozen."""
+        return sum(weight.numel() for weight in self.verifier.model.parameters())
+
+    def read(self, index: int) -> CachedSample:
+        """Sample ``index`` of the prepared order, aux and last in capture.dtype."""
+        return self.compute([index])[0]
+
+    def read_pack(self, indices: Sequence[int]) -> CachedPack:
+        """The samples end to end; token ids and masks are on the CPU, states where they arose."""
+        return CachedPack.of(self.compute(indices))
+
+    def compute(self, indices: Sequence[int]) -> list[CachedSample]:
+        """The samples, in the order asked for; those of like length run through together."""
+        samples = [self.samples[index] for index in indices]
+        found: dict[int, CachedSample] = {}
+        dtype = getattr(torch, self.manifest.dtype)
+        for places in batches([len(sample.input_ids) for sample in samples], self.batch_tokens):
+            chosen = [samples[place] for place in places]
+            states = states_of(self.verifier, chosen, dtype, self.verifier.device)
+            for place, sample, one in zip(places, chosen, states, strict=True):
+                found[place] = CachedSample(
+                    sample=sample,
+                    aux=one.aux,
+                    last=one.last,
+                    argmax=one.argmax,
+                    lse=one.lse,
+                    aux_scales=one.aux_scales,
+                    last_scales=one.last_scales,
+                )
+        return [found[place] for place in range(len(samples))]

@@ -1,0 +1,255 @@
+"""The rows of one text file before they are decoded: lines, or the items of a JSON array.
+
+Splitting is cheap beside decoding, so one process can feed several that decode. Memory stays flat:
+a block of the file and the row at hand, whatever the file's size.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from data.dialects import RowRefused
+
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+BOM = b"\xef\xbb\xbf"
+BLOCK = 1 << 20
+LONGEST = 1 << 28  # bytes of one row: beyond it is no conversation, but a file that lost its ends
+UNPARSABLE = "unparsable JSON"
+TOO_LONG = "row longer than 256 MiB"
+CUT_ARRAY = "array cut off or broken: all that follows is lost"
+CUT_STREAM = "compressed file cut off or damaged: all that follows is lost"
+NOT_BLANK = re.compile(rb"[^ \t\r\n]")
+# Up to the quote that closes a string, or no further than the text goes.
+STRING_END = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+# Whole strings and what stands between them: up to a bracket, an open string, or the end.
+NO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"' + STRING_END.pattern + rb'")*+', re.DOTALL)
+SCALAR_END = re.compile(rb'["\[\]{},]')
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record as a file holds it: JSON text, a value that is decoded already, or a reason."""
+
+    where: str  # file:line, or file:item for arrays and tables
+    raw: bytes = b""
+    value: object = None  # counts where raw is empty
+    broken: str = ""  # why there is no record
+
+    def decode(self) -> object:
+        """The record's value. Raises RowRefused where there is none."""
+        if self.broken:
+            raise RowRefused(self.broken)
+        if not self.raw:
+            return self.value
+        try:
+            return DECODER.decode(self.raw.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise RowRefused("not UTF-8 text") from error
+        except RowRefused:
+            raise  # a ValueError too
+        except (ValueError, RecursionError) as error:
+            raise RowRefused(UNPARSABLE) from error
+
+
+def whole(pairs: list) -> dict:
+    """An object, unless it gives a key twice: which of the two is meant nobody can say."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise RowRefused("a key given twice in one object")
+    return found
+
+
+# Raw control characters inside strings are let through: people do hand in raw tabs.
+DECODER = json.JSONDecoder(strict=False, object_pairs_hook=whole)
+
+
+def open_text(file: Path) -> BinaryIO:
+    """The file's bytes, decompressed where its name says so."""
+    codec = COMPRESSED.get(file.suffix.lower())
+    if codec is None:
+        return file.open("rb")
+    import pyarrow  # 70 ms that plain files need not wait for
+
+    return io.BufferedReader(cast(io.RawIOBase, pyarrow.input_stream(str(file), compression=codec)))
+
+
+def text_rows(file: Path, array: bool) -> Iterator[Row]:
+    """The rows of a text file; with ``array`` it may hold a JSON array, as its start tells.
+
+    Raises OSError when nothing of it can be read.
+    """
+    number = 0
+    try:
+        splits = array_rows if array and not holds_lines(file) else line_rows
+        with open_text(file) as stream:
+            for row in splits(stream, file.name):
+                number += 1
+                yield row
+    except OSError:
+        if not number or file.suffix.lower() not in COMPRESSED:
+            raise
+        yield Row(f"{file.name}:row {number + 1}", broken=CUT_STREAM)
+
+
+def start_of(file: Path) -> bytes:
+    """What a text file begins with, blanks apart. Raises OSError where it cannot be read."""
+    with open_text(file) as stream:
+        return first_bytes(stream)
+
+
+def holds_lines(file: Path) -> bool:
+    """Whether a .json file is jsonl under another name: its first line is a whole object."""
+    with open_text(file) as stream:
+        start = first_bytes(stream)
+        if not start.startswith(b"{"):
+            return False  # an array may well be one line: not to be read for this
+        line, end, _ = start.partition(b"\n")
+        if not end:
+            line += stream.readline(LONGEST)
+    try:
+        Row("", line).decode()
+    except RowRefused as refusal:
+        return refusal.reason != UNPARSABLE
+    return True
+
+
+def first_bytes(stream: BinaryIO) -> bytes:
+    """The first block from its first byte that is not blank; empty for a file without any."""
+    start = stream.read(BLOCK).removeprefix(BOM)
+    while start and not start.strip():
+        start = stream.read(BLOCK)
+    return start.lstrip()
+
+
+def line_rows(stream: BinaryIO, name: str) -> Iterator[Row]:
+    """One JSON value a line. A blank line is no row."""
+    number = 0
+    while line := stream.readline(LONGEST):
+        number += 1
+        where = f"{name}:{number}"
+        text = (line.removeprefix(BOM) if number == 1 else line).strip()
+        if len(line) == LONGEST and not line.endswith(b"\n"):
+            while (rest := stream.readline(LONGEST)) and not rest.endswith(b"\n"):
+                pass
+            yield Row(where, broken=TOO_LONG)
+        elif text:
+            yield Row(where, text)
+
+
+def array_rows(stream: BinaryIO, name: str) -> Iterator[Row]:
+    """The items of a JSON array, or objects one after the other.
+
+    A text that ends or breaks in the middle gives its whole items, and one broken row that stands
+    for the rest.
+    """
+    number = 0
+    try:
+        for raw in items(Cursor(stream)):
+            number += 1
+            yield Row(f"{name}:item {number}", raw)
+    except ValueError:
+        yield Row(f"{name}:item {number + 1}", broken=CUT_ARRAY)
+
+
+def items(cursor: "Cursor") -> Iterator[bytes]:
+    """The texts of the items. Raises ValueError where their brackets and commas do not fit."""
+    first = cursor.next()
+    array = first == b"["
+    if array:
+        cursor.at += 1
+        first = cursor.next()
+    while first and not (array and first == b"]"):
+        if not array and first != b"{":
+            raise ValueError("neither an array nor an object")
+        yield cursor.item()
+        first = cursor.next()
+        if array and first == b",":
+            cursor.at += 1
+            first = cursor.next()
+        elif array and first != b"]":
+            raise ValueError("no comma between two items")
+    if array:
+        cursor.at += 1
+        if not first or cursor.next():
+            raise ValueError("the array does not end where the text does")
+
+
+class Cursor:
+    """A place in JSON text that is read block by block. No byte is looked at twice."""
+
+    def __init__(self, stream: BinaryIO):
+        self.stream = stream
+        self.text = bytearray(stream.read(BLOCK).removeprefix(BOM))  # from the current item on
+        self.at = 0
+
+    def next(self) -> bytes:
+        """Move to the next byte that is not blank; empty at the end."""
+        return self.find(NOT_BLANK)
+
+    def find(self, pattern: re.Pattern[bytes]) -> bytes:
+        """Move to the next byte that matches ``pattern``; empty at the end."""
+        while not (found := pattern.search(self.text, self.at)):
+            self.at = len(self.text)
+            if not self.more():
+                return b""
+        self.at = found.start()
+        return found.group()
+
+    def more(self) -> bool:
+        if len(self.text) > LONGEST:
+            raise ValueError("an item without end")
+        block = self.stream.read(BLOCK)
+        self.text += block
+        return bool(block)
+
+    def item(self) -> bytes:
+        """The item that starts here; moves behind it. Raises ValueError when it does not end."""
+        del self.text[: self.at]
+        self.at = 0
+        if self.text[:1] in (b"{", b"["):
+            self.skip_brackets()
+        else:
+            self.skip_scalar()
+        return bytes(self.text[: self.at]).strip()
+
+    def skip_brackets(self) -> None:
+        """Move behind the bracket that closes the one here."""
+        depth = 0
+        while True:
+            skipped = NO_BRACKET.match(self.text, self.at)
+            assert skipped  # it matches nothing as well
+            self.at = skipped.end()
+            found = self.text[self.at : self.at + 1]
+            if found == b'"':
+                self.skip_string()
+            elif found:
+                self.at += 1
+                depth += 1 if found in b"{[" else -1
+                if not depth:
+                    return
+            elif not self.more():
+                raise ValueError("a bracket without end")
+
+    def skip_scalar(self) -> None:
+        """Move behind the number, word or string here."""
+        while (found := self.find(SCALAR_END)) == b'"':
+            self.skip_string()
+        if not self.at or found not in (b",", b"]"):
+            raise ValueError("no whole item")
+
+    def skip_string(self) -> None:
+        """Move behind the string that starts here."""
+        self.at += 1
+        while True:
+            end = STRING_END.match(self.text, self.at)
+            assert end  # it matches nothing as well
+            self.at = end.end()
+            if self.text[self.at : self.at + 1] == b'"':
+                self.at += 1
+                return
+            if not self.more():
+                raise ValueError("a string without end")

@@ -1,0 +1,385 @@
+"""Every verifier family down the whole road: files, states, cache, training steps, export.
+
+Tiny random models of the library's own classes. What they must give is what the library gives on
+the same files, loaded apart.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as library
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from conf.runtime import RankInfo
+from conf.schema import (
+    Attention,
+    CaptureSection,
+    ConfigError,
+    Device,
+    DraftSection,
+    Precision,
+    RunConfig,
+    VerifierSection,
+)
+from data.capture import capture
+from data.loader import TrainLoader
+from data.prepare import find_prepared, prepare
+from data.reader import ShardReader
+from models.architecture import auto_class
+from models.export.card import CardFacts, DataFacts
+from models.export.read import read_head
+from models.export.vllm import export
+from models.kv import KVCache
+from models.verifier import Verifier, load_ends, scaled_logits, tensor_files
+from train.loop import build, row_weights
+
+CPU = torch.device("cpu")
+ALONE = RankInfo(0, 1, 0)
+LENGTH, WINDOW = 40, 16
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,  # five times the usual: attention and experts then have a say
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+LONGROPE = {  # LENGTH is beyond the original limit
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i for i in range(8)],
+}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
+EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+WIDE = {"head_dim": 32}  # heads * head_dim is not the width
+
+
+def make(name: str, **more: Any) -> PreTrainedConfig:
+    return getattr(library, f"{name}Config")(**{**SIZES, **more})
+
+
+def gemma3(**more: Any) -> PreTrainedConfig:
+    return make("Gemma3Text", **WIDE, sliding_window=WINDOW, **more)
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "Llama": lambda: make("Llama", rope_parameters=LLAMA3, tie_word_embeddings=False),
+    "Mistral": lambda: make("Mistral", head_dim=16, sliding_window=WINDOW),
+    "Qwen2": lambda: make("Qwen2", tie_word_embeddings=True),
+    "Qwen3": lambda: make("Qwen3", **WIDE),
+    "Qwen3Moe": lambda: make("Qwen3Moe", head_dim=16, num_experts=4, **MIXTURE),
+    "Gemma2": lambda: make(
+        "Gemma2",
+        **WIDE,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=32,
+        final_logit_softcapping=2.0,
+    ),
+    "Gemma3Text": lambda: gemma3(final_logit_softcapping=2.0),
+    "Gemma3": lambda: library.Gemma3Config(
+        text_config=gemma3().to_dict(),
+        vision_config=EYES,
+        image_token_index=127,
+        mm_tokens_per_image=4,
+    ),
+    "Mistral3": lambda: library.Mistral3Config(
+        text_config=make("Mistral", head_dim=16, sliding_window=None),
+        vision_config=library.PixtralVisionConfig(**EYES, head_dim=16),
+        image_token_index=127,
+    ),
+    "Phi3": lambda: make(
+        "Phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=WINDOW
+    ),
+    "GptOss": lambda: make(
+        "GptOss",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        rope_parameters={**YARN, "rope_theta": 1.5e5, "truncate": False},
+    ),
+    "DeepseekV3": lambda: make(
+        "DeepseekV3",
+        **{**MIXTURE, **LATENT},
+        rope_parameters={**YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "Olmo": lambda: make("Olmo"),
+    "Olmo2": lambda: make("Olmo2"),
+    "Olmo3": lambda: make("Olmo3", sliding_window=WINDOW),
+    "Granite": lambda: make(
+        "Granite", logits_scaling=8.0, embedding_multiplier=12.0, tie_word_embeddings=True
+    ),
+    "Cohere": lambda: make("Cohere", logit_scale=0.0625),
+    "Glm4": lambda: make("Glm4", head_dim=16, partial_rotary_factor=0.5),
+}
+EAGER_ALONE = ("Gemma2", "GptOss")
+WINDOWED = ("Mistral", "Gemma2", "Gemma3Text", "Gemma3", "GptOss", "Olmo3")
+SCALED = ("Gemma2", "Gemma3Text", "Granite", "Cohere")
+TIED = ("Qwen2", "Gemma2", "Gemma3Text", "Gemma3", "Mistral3", "Granite", "Cohere")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_verifier: Path) -> Callable[[str], Path]:
+    """Name -> the folder of that family's tiny model, made when first asked for."""
+    folder = tmp_path_factory.mktemp("families")
+
+    def save(name: str) -> Path:
+        place = folder / name
+        if not place.is_dir():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                config = FAMILIES[name]()
+                model = auto_class(config).from_config(config)
+            model.save_pretrained(place)
+            for path in (*tiny_verifier.glob("token*"), *tiny_verifier.glob("*.jinja")):
+                os.link(path, place / path.name)
+        return place
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def section(family: str, saved: Callable[[str], Path]) -> VerifierSection:
+    attention = Attention.eager if family in EAGER_ALONE else Attention.sdpa
+    return VerifierSection(str(saved(family)), Precision.float32, attention)
+
+
+@pytest.fixture(scope="module")
+def verifier(section: VerifierSection) -> Verifier:
+    return Verifier.load(section, Path(section.path), CPU, torch.float32)
+
+
+def library_model(section: VerifierSection, **changes: Any) -> PreTrainedModel:
+    config = library.AutoConfig.from_pretrained(section.path)
+    for key, value in changes.items():
+        setattr(config.get_text_config(), key, value)
+    return auto_class(config).from_pretrained(
+        section.path, config=config, attn_implementation=section.attention.value
+    )
+
+
+def some_ids(rows: int = 4) -> Tensor:
+    return torch.randint(3, 120, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def library_streams(model: PreTrainedModel, ids: Tensor) -> Any:
+    """hidden_states of length L + 1, the last one normed, and logits."""
+    return model(input_ids=ids, use_cache=False, output_hidden_states=True)
+
+
+def apart(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max() / right.abs().max())
+
+
+# ---- the states are the library's -----------------------------------------------------------
+
+
+def test_states_and_logits_are_the_librarys(section, verifier: Verifier):
+    """Bit by bit: the streams after n layers, the normed state, and what the head makes of it."""
+    ids = some_ids()
+    wanted = library_streams(library_model(section), ids)
+    assert len(wanted.hidden_states) == 9 and verifier.facts.aux_layers == [2, 4, 5]
+    found = verifier.states(ids)
+    streams = torch.cat([wanted.hidden_states[n] for n in (2, 4, 5)], -1)
+    assert torch.equal(found.aux, streams)
+    assert torch.equal(found.last, wanted.hidden_states[8])
+    assert torch.equal(verifier.logits_from(found.last), wanted.logits)
+    early = torch.cat([wanted.hidden_states[n - 1] for n in (2, 4, 5)], -1)
+    assert not torch.allclose(found.aux, early)  # one layer off would be seen
+
+
+def test_a_scale_or_a_cap_of_the_logits_shows(family: str, verifier: Verifier):
+    last = verifier.states(some_ids()).last
+    plain = verifier.head(last)
+    assert torch.equal(verifier.logits_from(last), plain) == (family not in SCALED)
+
+
+def test_embedding_and_head_are_read_from_the_files(family: str, section, verifier: Verifier):
+    """By the model's own accessors, whatever their names there; a tied head is the embedding."""
+    ends = load_ends(section, Path(section.path), torch.float32)
+    assert torch.equal(ends.embedding, verifier.embedding)
+    assert torch.equal(ends.head, verifier.head.weight)
+    assert torch.equal(ends.head, ends.embedding) == (family in TIED)
+    stored = [name for name in tensor_files(Path(section.path)) if "lm_head" in name]
+    assert bool(stored) == (family not in TIED)
+    last = verifier.states(some_ids()).last
+    logits = scaled_logits(last @ ends.head.T, ends.config)
+    assert apart(logits, verifier.logits_from(last)) < 1e-5
+
+
+def test_batch_and_padding_change_nothing(verifier: Verifier):
+    """Rows alone, in a batch of four, and cut short with padding behind."""
+    ids, lengths = some_ids(), [LENGTH, 11, 29, 5]
+    padded = ids.clone()
+    for row, length in enumerate(lengths):
+        padded[row, length:] = 0
+    whole, short = verifier.states(ids), verifier.states(padded)
+    for row, length in enumerate(lengths):
+        one, cut = verifier.states(ids[row : row + 1]), verifier.states(ids[row : row + 1, :length])
+        for part in ("aux", "last"):
+            alone = getattr(one, part)[0]
+            assert apart(getattr(whole, part)[row], alone) < 1e-5
+            assert apart(getattr(short, part)[row, :length], getattr(cut, part)[0]) < 1e-5
+            assert apart(getattr(cut, part)[0], alone[:length]) < 1e-5
+
+
+def test_eager_and_sdpa_give_the_same_states(family: str, section, verifier: Verifier):
+    asked = Attention.sdpa if section.attention is Attention.eager else Attention.eager
+    other = replace(section, attention=asked)
+    if family in EAGER_ALONE:
+        with pytest.raises(ConfigError, match=r"attention=sdpa: .* no such kernel; take .*eager"):
+            Verifier.load(other, Path(section.path), CPU, torch.float32)
+        return
+    found = Verifier.load(other, Path(section.path), CPU, torch.float32).states(some_ids())
+    wanted = verifier.states(some_ids())
+    assert apart(found.aux, wanted.aux) < 1e-5 and apart(found.last, wanted.last) < 1e-5
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_window_is_at_work(name: str, saved: Callable[[str], Path]):
+    """The control of the states beyond it: without the window the library gives others."""
+    section = VerifierSection(str(saved(name)), attention=Attention.eager)
+    ids = some_ids(1)
+    with_it, without = (
+        library_streams(library_model(section, **changes), ids).hidden_states[8][0]
+        for changes in ({}, {"sliding_window": 4 * LENGTH})
+    )
+    assert apart(without[:WINDOW], with_it[:WINDOW]) < 1e-5
+    assert apart(without[WINDOW + 1 :], with_it[WINDOW + 1 :]) > 1e-3
+
+
+def test_longrope_would_couple_a_batch(saved: Callable[[str], Path]):
+    """The control of its fixed table: alone, the library gives the start of a text other states."""
+    model = library_model(VerifierSection(str(saved("Phi3"))))
+    ids = some_ids(1)
+    long, short = (library_streams(model, part).hidden_states[8] for part in (ids, ids[:, :11]))
+    assert apart(short, long[:, :11]) > 1e-3
+
+
+def test_cached_decoding_gives_the_same_states(verifier: Verifier):
+    """A prefix, then the rest, within a window that the cache can serve."""
+    ids = some_ids()[:, :WINDOW]
+    cache = KVCache(verifier.model.config, 4, WINDOW, CPU, torch.float32)
+    first = verifier.states(ids[:, :9], cache)
+    cache.advance(9)
+    rest = verifier.states(ids[:, 9:], cache)
+    wanted = verifier.states(ids)
+    assert apart(torch.cat((first.last, rest.last), 1), wanted.last) < 1e-5
+    assert apart(torch.cat((first.aux, rest.aux), 1), wanted.aux) < 1e-5
+
+
+# ---- a head that follows them ---------------------------------------------------------------
+
+
+@pytest.fixture
+def cfg(place, section: VerifierSection, tmp_path: Path) -> RunConfig:
+    cfg = RunConfig()
+    cfg.run.cache, cfg.run.device = str(tmp_path / "cache"), Device.cpu
+    cfg.verifier = section
+    cfg.data.path = [str(place.folder / "answers.jsonl")]
+    cfg.data.valid_share = 0.2
+    cfg.capture = CaptureSection(dtype=Precision.float32, batch_tokens=256)
+    cfg.draft = DraftSection(vocab_size=64)
+    cfg.ttt.depth = 3
+    cfg.engine.precision = Precision.float32
+    cfg.optim.batch_size, cfg.optim.micro_batch_tokens = 8, 256
+    return cfg
+
+
+def test_prepare_capture_train_export(cfg: RunConfig, verifier: Verifier, tmp_path: Path):
+    prepare(cfg)
+    prepared = find_prepared(cfg)
+    reader = ShardReader(capture(cfg, prepared, ALONE))
+    for index in range(len(reader)):  # as many states as ids and mask entries
+        one = reader.read(index)
+        rows = {len(x) for x in (one.aux, one.last, one.argmax, one.lse, one.sample.loss_mask)}
+        assert rows == {len(prepared.samples[index].input_ids)}
+    module = build(cfg, prepared, reader, CPU)
+    losses = train(cfg, module, TrainLoader(reader, cfg.optim, cfg.ttt, 0, ALONE))
+    assert losses[-1] < 0.9 * losses[0]
+    exported = tmp_path / "head"
+    card = CardFacts("a/verifier", "a/verifier", "float32", "0123", DataFacts("answers.jsonl"))
+    export(module.draft.eval(), verifier.facts, exported, card, Precision.float32)
+    again = read_head(exported, verifier.embedding)
+    assert again.config == module.draft.config
+    assert again.config.head_dim == module.draft.midlayer.self_attn.head_dim
+
+
+def train(cfg: RunConfig, module, loader: TrainLoader) -> list[float]:
+    """Eight plain steps -> their losses."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    losses = []
+    for step in range(8):
+        batches = loader.window(step % loader.steps_per_epoch).batches
+        weights = row_weights(cfg, batches).weights
+        optimizer.zero_grad()
+        loss = torch.stack([module(b, w).loss for b, w in zip(batches, weights, strict=True)]).sum()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in trainable)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma3", "DeepseekV3", "Phi3"])
+def test_the_whole_job(name: str, place, saved: Callable[[str], Path]):
+    """torchrun on two ranks, from conversations to an exported head, as people start it."""
+    words = [f"verifier.path={saved(name)}", "eval.max_new_tokens=3"]
+    if name in WINDOWED:  # the decoding loop serves texts within the window alone
+        words.append("stages=[prepare,capture,train,export]")
+    place.finish(place.words(f"of-{name}", *words, cache=f"cache-{name}"), ranks=2)
+    run = place.run(f"of-{name}")
+    assert (run / "export" / "vllm" / "config.json").is_file()
+    if name not in WINDOWED:
+        report = json.loads((run / "eval" / "report.json").read_text())
+        assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
