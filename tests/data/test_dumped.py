@@ -170,7 +170,7 @@ def test_states_that_are_not_finite_are_refused(cfg, prepared, streams, tmp_path
     spoilt[7] = [rows * float("inf") for rows in streams[7]]
     folder = dump(tmp_path / "dump", prepared.samples, spoilt, [*AUX, 8])
     with pytest.raises(
-        ConfigError, match=r"hs_12\.safetensors: states of sample sample-7 are not fin"
+        ConfigError, match=r"hs_12\.safetensors: the states of sample sample-7 are not fin"
     ):
         capture(reading(cfg, folder), prepared, ALONE)
 
