@@ -147,5 +147,6 @@ def tell_missing(job: Job, dump: Dump, there: list[TokenizedSample]) -> None:
         raise ConfigError(
             f"capture.dumped={dump.folder}: {lacking:,} of {len(job.samples):,} samples have no "
             f"usable states there, the first is {first.id} with {len(first.input_ids)} tokens"
-            f"{dump.reasons()}; dump them, or take capture.missing=compute"
+            f"{dump.reasons()}; dump them with this template and data.max_length, or take "
+            "capture.missing=compute"
         )

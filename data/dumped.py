@@ -29,6 +29,7 @@ from models.facts import VerifierFacts
 
 IDS, STATES, SCALES = "token_ids", "hidden_states", "hidden_states_scales"
 SHORT = "fewer or more states than tokens"
+SHAPE = "hidden_states that are not [T, A+1, D]"
 TORN = "not a whole safetensors file"
 FOREIGN = "no token_ids and hidden_states"
 
@@ -88,7 +89,9 @@ def read_ids(path: Path, facts: VerifierFacts, dtype: torch.dtype) -> Tensor | s
             return FOREIGN
         ids, states = file.get_tensor(IDS), file.get_slice(STATES)
         shape = list(states.get_shape())
-        if len(shape) != 3 or shape[0] != len(ids) or not len(ids):
+        if len(shape) != 3:
+            return SHAPE
+        if shape[0] != len(ids):
             return SHORT
         refuse_other_layout(path, shape, facts)
         stored = FP8 if SCALES in file.keys() else dtype  # noqa: SIM118
@@ -136,7 +139,13 @@ def read_streams(path: Path, sample: TokenizedSample) -> Tensor:
             f"{path}: holds {len(states)} states of {len(ids)} tokens that are not those of "
             f"sample {sample.id}, which has {len(sample.input_ids)}; dump it again"
         )
-    return states if scales is None else states.float() * scales
+    rows = states if scales is None else states.float() * scales
+    if not rows.isfinite().all():
+        raise ConfigError(
+            f"{path}: the states of sample {sample.id} are not finite; delete the file, then dump "
+            "the sample again in another precision, or take capture.missing=compute"
+        )
+    return rows
 
 
 def listing(folder: Path) -> str:

@@ -42,7 +42,12 @@ def states_by_layer(verifier: Verifier, batches: list[Tensor]) -> list[VerifierS
                 batch.stream = forward(layer, batch.stream, **batch.given[n])
                 if n + 1 in aux_layers:
                     batch.kept.append(batch.stream)
-    return [VerifierStates(torch.cat(batch.kept, -1), leave(verifier, batch)) for batch in running]
+    found = []
+    while running:  # a batch's own streams go as soon as they are joined
+        batch = running.pop(0)
+        last = finish(verifier, batch.input_ids, batch.stream)
+        found.append(VerifierStates(torch.cat(batch.kept, -1), last))
+    return found
 
 
 def enter(verifier: Verifier, input_ids: Tensor) -> Batch:
@@ -57,10 +62,6 @@ def enter(verifier: Verifier, input_ids: Tensor) -> Batch:
     with standing_aside(verifier, stand_in):
         verifier.backbone(input_ids=input_ids, use_cache=False)
     return batch
-
-
-def leave(verifier: Verifier, batch: Batch) -> Tensor:
-    return finish(verifier, batch.input_ids, batch.stream)
 
 
 @torch.no_grad()

@@ -164,6 +164,17 @@ def test_states_of_another_sample_are_refused(cfg, prepared, streams, tmp_path: 
         capture(reading(cfg, folder), prepared, ALONE)
 
 
+def test_states_that_are_not_finite_are_refused(cfg, prepared, streams, tmp_path: Path):
+    """In the one sample of twenty that nobody compares."""
+    spoilt = [*streams]
+    spoilt[7] = [rows * float("inf") for rows in streams[7]]
+    folder = dump(tmp_path / "dump", prepared.samples, spoilt, [*AUX, 8])
+    with pytest.raises(
+        ConfigError, match=r"hs_12\.safetensors: the states of sample sample-7 are not fin"
+    ):
+        capture(reading(cfg, folder), prepared, ALONE)
+
+
 @pytest.mark.parametrize(
     ("layers", "change", "message"),
     [
