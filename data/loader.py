@@ -129,7 +129,7 @@ class TrainLoader:
         laps = -(-len(packs) // self.ranks.world_size)
         batches = [self.batch(pack) for pack in mine + [[]] * (laps - len(mine))]
         if torch.cuda.is_initialized():  # a copy from pinned memory overlaps with computation
-            batches = [moved_batch(batch, pinned) for batch in batches]
+            batches = [moved_batch(batch, Tensor.pin_memory) for batch in batches]
         return StepWindow(batches)
 
     @property
@@ -207,10 +207,6 @@ def batch_of(pack: CachedPack, chains: Chains) -> TTTBatch:
 
 def moved_batch(batch: TTTBatch, move: Callable[[Tensor], Tensor]) -> TTTBatch:
     return replace(with_moved(batch, move), chains=batch.chains.moved(move))
-
-
-def pinned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_cuda else tensor.pin_memory()  # online states are there already
 
 
 def on_device(batch: TTTBatch, device: torch.device, dtype: torch.dtype) -> TTTBatch:

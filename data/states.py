@@ -19,17 +19,12 @@ TOLERANCE = 0.02
 FP8_TOLERANCE = 0.1
 PROBE_SAMPLES = 4
 PROBE_TOKENS = 64  # a wrong layer shows in every row; more would only cost time
-CPU = torch.device("cpu")
 
 
 def states_of(
-    verifier: Verifier,
-    samples: list[TokenizedSample],
-    dtype: torch.dtype,
-    device: torch.device = CPU,
+    verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype
 ) -> list[SampleStates]:
-    """Run ``samples`` as one right-padded batch -> their states on ``device``, aux and last in
-    ``dtype``.
+    """Run ``samples`` as one right-padded batch -> their states on the CPU, aux and last in dtype.
 
     Raises JobError naming the sample when a state or a logit is not finite.
     """
@@ -92,8 +87,8 @@ def packed(
     lse = torch.cat([logits.logsumexp(-1) for logits in parts])
     aux, aux_scales = stored(aux, len(verifier.facts.aux_layers), dtype)
     last, last_scales = stored(last, 1, dtype)
-    by_token = [split(rows, lengths, device) for rows in (aux, aux_scales)]
-    by_asking = [split(rows, asked, device) for rows in (last, argmax, lse, last_scales)]
+    by_token = [split(rows, lengths) for rows in (aux, aux_scales)]
+    by_asking = [split(rows, asked) for rows in (last, argmax, lse, last_scales)]
     found = [
         SampleStates(aux, last, argmax, lse, aux_scales, last_scales)
         for (aux, aux_scales), (last, argmax, lse, last_scales) in zip(
@@ -110,10 +105,8 @@ def stored(rows: Tensor, states: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return quantise(rows, states) if dtype == FP8 else (rows.to(dtype), None)
 
 
-def split(
-    rows: Tensor | None, lengths: list[int], device: torch.device
-) -> list[Tensor] | list[None]:
-    return [None] * len(lengths) if rows is None else list(rows.to(device).split(lengths))
+def split(rows: Tensor | None, lengths: list[int]) -> list[Tensor] | list[None]:
+    return [None] * len(lengths) if rows is None else list(rows.cpu().split(lengths))
 
 
 def refuse_non_finite(verifier: Verifier, sample: TokenizedSample, states: SampleStates) -> None:

@@ -194,9 +194,9 @@ def check_teacher(ends: VerifierEnds, source: ShardReader | OnlineStates) -> Non
     """The head on last states must give the argmaxes that came with them."""
     cached = source.read(0)
     with torch.no_grad():
-        last = restored(cached.last, cached.last_scales, torch.float32).to(ends.head.device)
+        last = restored(cached.last, cached.last_scales, torch.float32)
         logits = scaled_logits(last @ ends.head.T, ends.config)
-    same = float((logits.argmax(-1).cpu() == cached.argmax.cpu()).float().mean())
+    same = float((logits.argmax(-1) == cached.argmax).float().mean())
     if same < MIN_TEACHER_AGREEMENT:
         raise ConfigError(
             f"verifier.path: its head repeats only {same:.0%} of the argmaxes stored in "

@@ -205,6 +205,8 @@ def main() -> None:
         optim = OptimSection(packs_per_step=args.packs, micro_batch_tokens=args.pack, epochs=1.0)
         reader = ShardReader(folder)
         loader = TrainLoader(reader, optim, TTTSection(depth=args.depth), 0, RankInfo(0, 1, 0))
+        if loader.total_steps < 4:
+            parser.error(f"--mib {args.mib} is {loader.total_steps} steps: too few to read ahead")
         files = [shard_folder(folder) / entry.name for entry in reader.manifest.shards]
         found = measure(loader, files, args.rounds)
     show(found)

@@ -5,17 +5,21 @@ import math
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from conf.compose import from_command_line, load_config
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, JobError
-from data.manifest import manifest_file
+from data.manifest import manifest_file, read_manifest, shard_folder, write_manifest
 from data.prepare import find_prepared
+from data.shard_file import describe
+from data.shards import BY_TOKEN, ROWS, digest_of
 from train import stages
 from train.stages import Stamps, train_on
 
@@ -159,8 +163,8 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(
 
 def test_a_loss_that_is_not_finite_ends_the_job(place, killed: tuple[int, str]):
     shutil.copytree(place.folder / "cache", place.folder / "poisoned_cache")
-    for shard in place.folder.glob("poisoned_cache/capture-*/shards/*.safetensors"):
-        poison(shard)
+    (cached,) = place.folder.glob("poisoned_cache/capture-*")
+    poison(cached)
     run = place.run("poisoned")
     before = place.digests(run / "best", run / "checkpoints")
     words = place.words("poisoned", "stages=[train]", cache="poisoned_cache")
@@ -172,13 +176,25 @@ def test_a_loss_that_is_not_finite_ends_the_job(place, killed: tuple[int, str]):
     assert place.digests(run / "best", run / "checkpoints") == before
 
 
-def poison(shard: Path) -> None:
-    """Overwrite the aux states with NaN, in place: the file's size and the rest stay."""
-    content = bytearray(shard.read_bytes())
-    size = int.from_bytes(content[:8], "little")
-    first, end = json.loads(content[8 : 8 + size])["aux"]["data_offsets"]
-    content[8 + size + first : 8 + size + end] = b"\xc0\x7f" * ((end - first) // 2)  # bf16 NaN
-    shard.write_bytes(content)
+def poison(cached: Path) -> None:
+    """Make the aux states NaN, under digests that fit: such a capture would have gone wrong."""
+    manifest = read_manifest(cached)
+    for entry in manifest.shards:
+        path = shard_folder(cached) / entry.name
+        with safe_open(path, "pt") as file:
+            about = file.metadata()
+        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        tensors["aux"].fill_(math.nan)
+        for place in range(entry.samples):
+            rows = []
+            for name in ROWS:
+                offsets = tensors["offsets" if name in BY_TOKEN else "last_offsets"]
+                if name in tensors:
+                    rows.append(tensors[name][offsets[place] : offsets[place + 1]])
+            tensors["digests"][place] = digest_of(rows)
+        save_file(tensors, path, about)
+    entries = [describe(cached, entry.name) for entry in manifest.shards]
+    write_manifest(cached, replace(manifest, shards=entries))
 
 
 def test_states_of_another_verifier_are_refused(place, finished: Path, tmp_path: Path):
