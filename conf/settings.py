@@ -10,6 +10,7 @@ SHAPING = ("verifier", "draft", "data", "capture", "ttt", "loss", "optim", "engi
 # Knobs of those sections that a rerun may change: how fast, not what.
 FREE = (
     "verifier.attention",
+    "capture.verify",
     "optim.micro_batch_tokens",
     "engine.attention",
     "engine.compile",
