@@ -14,12 +14,13 @@ from data.shards import BY_TOKEN, SampleStates
 from models.verifier import Verifier
 
 HEAD_ROWS = 128  # whose logits exist at one time: 25 MB for 50,000 ids, which a CPU caches best
+EXACT_ROWS = 16  # of them in fp32 at one time: 6 MB, which the allocator hands out again and again
 GPU_HEAD_ROWS = 1024  # a GPU reads the whole head for each block
 BLOCK = 256  # ids that are compared at one go in search of the largest logit
 TOLERANCE = 0.02
 FP8_TOLERANCE = 0.1
 PROBE_SAMPLES = 4
-PROBE_TOKENS = 64  # a wrong layer shows in every row; more would only cost time
+PROBE_TOKENS = 32  # a wrong layer shows in every row; more would only cost time
 
 
 def states_of(
@@ -103,24 +104,25 @@ def to_pinned(rows: Tensor) -> Tensor:
 def head_figures(verifier: Verifier, last: Tensor) -> tuple[Tensor, Tensor]:
     """last [L, D] -> argmax [L] and log-sum-exp [L] fp32 of the verifier's logits.
 
-    Beside the head's product this costs a sixth of it on a CPU: memory is used again from block to
-    block, fresh pages would cost more than the arithmetic; softmax has the quickest exponential.
+    Beside the head's product this costs a sixth of it on a CPU. Memory is used again from block to
+    block: fresh pages would cost more than the arithmetic.
     """
     on_gpu = last.device.type == "cuda"
     argmax = torch.empty(len(last), dtype=torch.int64, device=last.device)
     lse = torch.empty(len(last), device=last.device)
     room: Tensor | None = None  # [2, rows, V]: logits and probabilities
-    step = GPU_HEAD_ROWS if on_gpu else HEAD_ROWS
-    for first in range(0, len(last), step):
-        block = slice(first, first + step)
-        logits = verifier.logits_from(last[block])
-        if room is None:
-            room = torch.empty(2, *logits.shape, device=last.device)
-        exact, probabilities = room[:, : len(logits)]
-        exact.copy_(logits)
-        argmax[block], largest = first_largest(exact)
-        torch.softmax(exact, -1, out=probabilities)
-        lse[block] = largest - probabilities.amax(-1).log()
+    first = 0
+    for states in last.split(GPU_HEAD_ROWS if on_gpu else HEAD_ROWS):
+        for logits in verifier.logits_from(states).split(GPU_HEAD_ROWS if on_gpu else EXACT_ROWS):
+            if room is None:
+                room = torch.empty(2, *logits.shape, device=last.device)
+            block = slice(first, first + len(logits))
+            exact, probabilities = room[:, : len(logits)]
+            exact.copy_(logits)
+            argmax[block], largest = first_largest(exact)
+            torch.softmax(exact, -1, out=probabilities)  # the quickest exponential there is
+            lse[block] = largest - probabilities.amax(-1).log()
+            first += len(logits)
     return argmax, lse
 
 
@@ -171,50 +173,63 @@ def check_states(
 
     Teacher: the head applied to the stored last states gives the library's logits, by the root
     mean square of the worst row, within ``tolerance`` of the logits' own. Aux: the streams are the
-    library's hidden_states[n], bit by bit. Both catch a state that is one layer off.
+    library's hidden_states[n], bit by bit as stored. Both catch a state that is one layer off.
     """
     probe = [
-        replace(  # every row asks
+        replace(  # every row but the last one asks
             sample,
             input_ids=sample.input_ids[:PROBE_TOKENS],
             loss_mask=torch.ones(len(sample.input_ids[:PROBE_TOKENS]), dtype=torch.bool),
         )
         for sample in samples[:PROBE_SAMPLES]
     ]
-    check_last(verifier, probe, dtype, tolerance or (FP8_TOLERANCE if dtype == FP8 else TOLERANCE))
-    check_aux(verifier, probe[0])
+    ids, real = padded(probe)
+    library = verifier.model(
+        input_ids=ids.to(verifier.device), use_cache=False, output_hidden_states=True
+    )
+    found = states_of(verifier, probe, dtype)
+    check_aux(
+        verifier, found, [stream[real.to(stream.device)] for stream in library.hidden_states], dtype
+    )
+    ends = torch.tensor([len(sample.input_ids) for sample in probe]) - 1
+    real[torch.arange(len(probe)), ends] = False
+    tolerance = tolerance or (FP8_TOLERANCE if dtype == FP8 else TOLERANCE)
+    check_last(verifier, found, library.logits[real.to(verifier.device)].float(), tolerance)
 
 
 def check_last(
-    verifier: Verifier, samples: list[TokenizedSample], dtype: torch.dtype, tolerance: float
+    verifier: Verifier, found: list[SampleStates], theirs: Tensor, tolerance: float
 ) -> None:
-    ids, real = padded(samples)
-    output = verifier.model(input_ids=ids.to(verifier.device), use_cache=False)
-    ends = torch.tensor([len(sample.input_ids) for sample in samples]) - 1
-    real[torch.arange(len(samples)), ends] = False  # the last row of a sample asks for nothing
-    theirs = output.logits[real.to(verifier.device)].float()  # [L, V]
-    found = states_of(verifier, samples, dtype)
+    """theirs [L, V]: the library's logits in the rows that ask."""
     last = torch.cat([restored(s.last, s.last_scales, verifier.dtype) for s in found])
     ours = verifier.logits_from(last.to(verifier.device)).float()
     worst = (ours - theirs).square().mean(-1).sqrt().max() / theirs.square().mean().sqrt()
     if not worst <= tolerance:
+        dtype = str(found[0].last.dtype).removeprefix("torch.")
         raise JobError(
             f"capture.tolerance={tolerance}: the head applied to the stored last states is "
             f"{worst:.3g} away from the logits of {verifier.facts.path}, in units of their root "
             "mean square; the last state must be the one after the final norm, or "
-            f"capture.dtype={str(dtype).removeprefix('torch.')} is too coarse: try float32 there, "
-            "or allow more"
+            f"capture.dtype={dtype} is too coarse: try float32 there, or allow more"
         )
 
 
-def check_aux(verifier: Verifier, sample: TokenizedSample) -> None:
-    """The stream after the last layer is not compared: the library shows it normed only."""
+def check_aux(
+    verifier: Verifier, found: list[SampleStates], streams: list[Tensor], dtype: torch.dtype
+) -> None:
+    """streams: the library's [T, D] after 0, 1, ... layers; the last one is normed, so not ours."""
     facts = verifier.facts
-    ids = sample.input_ids[None].to(verifier.device)
-    output = verifier.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-    streams = verifier.states(ids).aux.chunk(len(facts.aux_layers), -1)
-    for n, stream in zip(facts.aux_layers, streams, strict=True):
-        if n < facts.num_layers and not torch.equal(stream, output.hidden_states[n]):
+    width = facts.hidden_size
+    for place, n in enumerate(facts.aux_layers):
+        theirs, scales = stored(streams[n], 1, dtype)
+        same = torch.equal(
+            torch.cat([one.aux[:, place * width : (place + 1) * width] for one in found]),
+            theirs.cpu(),
+        )
+        if scales is not None:
+            ours = [one.aux_scales[:, place] for one in found if one.aux_scales is not None]
+            same = same and torch.equal(torch.cat(ours), scales[:, 0].cpu())
+        if n < facts.num_layers and not same:
             raise JobError(
                 f"verifier.aux_layers={facts.aux_layers}: stream {n} of {facts.path} is not the "
                 f"library's hidden_states[{n}]; {facts.architectures} cannot be captured, "
