@@ -78,7 +78,9 @@ def fit(
     cache is another verifier's.
     """
     device = pick_device(cfg.run.device, ranks.local_rank)
-    reader = ShardReader(cached, weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg))))
+    weights = weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg)))
+    layers = load_facts(cfg.verifier, cache_dir(cfg)).aux_layers
+    reader = ShardReader(cached, weights, cfg.capture.dtype.value, layers)
     module = build(cfg, prepared, reader, device)
     engine = Engine(cfg, module, ranks)
     loader = TrainLoader(reader, cfg.optim, cfg.ttt, cfg.run.seed, ranks)
