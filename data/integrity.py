@@ -54,7 +54,9 @@ def examine(
     with ThreadPoolExecutor(
         min(THREADS, os.cpu_count() or 1), "checker", torch.set_num_threads, (1,)
     ) as pool:
-        looked = progress(pool.map(look, mine), len(mine), "check shards", "shard")
+        looked = pool.map(look, mine)
+        if mine:
+            looked = progress(looked, len(mine), "check shards", "shard")
         found = [one for part in gather_objects(list(looked)) for one in part]
     return Findings(
         whole=[one for one in found if isinstance(one, ShardEntry)],

@@ -18,7 +18,7 @@ EXACT_ROWS = 16  # of them in fp32 at one time: 6 MB, which the allocator hands 
 GPU_HEAD_ROWS = 1024  # a GPU reads the whole head for each block
 BLOCK = 256  # ids that are compared at one go in search of the largest logit
 TOLERANCE = 0.02
-FP8_TOLERANCE = 0.1
+FP8_TOLERANCE = 0.1  # the worst row of SmolLM2-135M is 0.07 away, half of them 0.02
 PROBE_SAMPLES = 4
 PROBE_TOKENS = 32  # a wrong layer shows in every row; more would only cost time
 

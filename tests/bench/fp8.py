@@ -147,9 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--steps", type=int, default=2016, help="the demo's epochs have 288 each")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--folder", type=Path, help="keep caches and runs here, and go on from them"
-    )
+    parser.add_argument("--folder", type=Path, help="keep caches and runs here")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("overrides", nargs="*", help="of the job, as in threads of the engine")
     args = parser.parse_args()

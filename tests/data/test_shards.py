@@ -166,7 +166,7 @@ def test_a_torn_header_is_found_at_open(cache: Path):
 
 
 def test_states_shorter_than_the_ids_are_found_at_open(cache: Path):
-    """The file is in order, its parts do not fit each other: a manifest of one token more."""
+    """Report B56: the file is in order, its parts do not fit each other: one token more."""
     path = cache / "manifest.json"
     found = json.loads(path.read_text())
     found["shards"][1]["tokens"] += 1
@@ -188,6 +188,7 @@ def test_swapped_shards_are_found_at_open(cache: Path):
 def test_states_of_another_length_are_refused_with_the_sample(
     some_samples: list[TokenizedSample], cache: Path
 ):
+    """Report B54: as many states as ids as mask entries, or the sample's id in the message."""
     shard = HiddenStateShard.empty(some_samples[:2], 0, read_manifest(cache))
     last = torch.zeros(4, 8), torch.zeros(4), torch.zeros(4)
     with pytest.raises(ValueError, match=r"sample-0: 4 rows of aux, must be 5"):
