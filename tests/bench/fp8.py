@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from bars import Bar, bar_lines, bars_as_json  # noqa: E402
 
 from conf.compose import load_config  # noqa: E402
-from conf.runtime import run_dir, write_atomically  # noqa: E402
+from conf.runtime import plain, run_dir, write_atomically  # noqa: E402
 from conf.schema import RunConfig, StateDtype  # noqa: E402
 from data.capture_job import manifest_of  # noqa: E402
 from data.chains import Chains  # noqa: E402
@@ -171,7 +171,7 @@ def main() -> None:
             "differences": [asdict(gap) for gap in gaps],
             "bars": bars_as_json(bars),
         }
-        write_atomically(args.json, json.dumps(figures, indent=2) + "\n")
+        write_atomically(args.json, json.dumps(plain(figures), indent=2) + "\n")
 
 
 if __name__ == "__main__":
