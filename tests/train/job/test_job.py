@@ -5,17 +5,21 @@ import math
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from conf.compose import from_command_line, load_config
 from conf.runtime import RankInfo
 from conf.schema import ConfigError
-from data.manifest import manifest_file
+from data.manifest import manifest_file, read_manifest, shard_folder, write_manifest
 from data.prepare import find_prepared
+from data.shard_file import index_digest
+from data.shards import BY_TOKEN, ROWS, digest_of, raw
 from train.loop import fit
 from train.stages import Stamps
 from train.stop import StopRequest
@@ -143,8 +147,8 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(
 
 def test_a_loss_that_is_not_finite_ends_the_job(place, killed: tuple[int, str]):
     shutil.copytree(place.folder / "cache", place.folder / "poisoned_cache")
-    for shard in place.folder.glob("poisoned_cache/capture-*/shards/*.safetensors"):
-        poison(shard)
+    (poisoned,) = place.folder.glob("poisoned_cache/capture-*")
+    poison(poisoned)
     run = place.run("poisoned")
     before = place.digests(run / "best", run / "checkpoints")
     words = place.words("poisoned", "stages=[train]", cache="poisoned_cache")
@@ -156,13 +160,30 @@ def test_a_loss_that_is_not_finite_ends_the_job(place, killed: tuple[int, str]):
     assert place.digests(run / "best", run / "checkpoints") == before
 
 
-def poison(shard: Path) -> None:
-    """Overwrite the aux states with NaN, in place: the file's size and the rest stay."""
-    content = bytearray(shard.read_bytes())
-    size = int.from_bytes(content[:8], "little")
-    first, end = json.loads(content[8 : 8 + size])["aux"]["data_offsets"]
-    content[8 + size + first : 8 + size + end] = b"\xc0\x7f" * ((end - first) // 2)  # bf16 NaN
-    shard.write_bytes(content)
+def poison(capture: Path) -> None:
+    """Overwrite all aux states with NaN, as a verifier would have given them: digests fit."""
+    manifest = read_manifest(capture)
+    entries = []
+    for entry in manifest.shards:
+        path = shard_folder(capture) / entry.name
+        tensors = load_file(path)
+        tensors["aux"].fill_(float("nan"))
+        for place in range(entry.samples):
+            rows = []
+            for name in (name for name in ROWS if name in tensors):
+                offsets = tensors["offsets" if name in BY_TOKEN else "last_offsets"]
+                start, end = offsets[place : place + 2].tolist()
+                rows.append(tensors[name][start:end])
+            tensors["digests"][place] = digest_of(rows)
+        content = bytearray(path.read_bytes())
+        size = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:size])
+        for name in ("aux", "digests"):
+            first, end = header[name]["data_offsets"]
+            content[size + first : size + end] = raw(tensors[name])
+        path.write_bytes(content)
+        entries.append(replace(entry, index=index_digest(path)))
+    write_manifest(capture, replace(manifest, shards=entries))
 
 
 def test_states_of_another_verifier_are_refused(place, finished: Path, tmp_path: Path):
