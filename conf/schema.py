@@ -43,6 +43,11 @@ class CaptureMode(Enum):
     online = "online"  # compute them when a step needs them, and write nothing
 
 
+class Verify(Enum):
+    sampled = "sampled"  # every shard's index, and some samples of the cache
+    full = "full"  # every byte
+
+
 class Device(Enum):
     auto = "auto"
     cpu = "cpu"
@@ -180,6 +185,7 @@ class CaptureSection:
     dtype: StateDtype = StateDtype.bfloat16  # precision of the stored states
     batch_tokens: int = 4096  # tokens of one verifier forward, padding included
     shard_mib: int = 1024  # size of one shard
+    verify: Verify = Verify.sampled  # what of a cache that is there is compared with its checksums
     tolerance: float | None = None  # error allowed of logits from the stored states, relative to
     # their root mean square; null: 0.02, in fp8 0.1 (another layer's state is 1 away)
     backend: StateBackend = StateBackend.transformers  # who computes the states

@@ -16,6 +16,7 @@ FREE = (
     "capture.vllm_python",
     "capture.mode",
     "capture.min_agreement",
+    "capture.verify",
     "engine.attention",
     "engine.compile",
     "engine.recompute",

@@ -1,8 +1,9 @@
 """Where the states of a capture come from: one source for each capture.backend."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,21 +13,25 @@ from conf.runtime import cache_dir, say
 from conf.schema import ConfigError, MissingStates, RunConfig, StateBackend
 from data.dumped import Dump, read_streams
 from data.foreign import check_streams, states_from
-from data.records import TokenizedSample
+from data.records import Part, TokenizedSample
 from data.shards import SampleStates
-from data.states import check_states, states_of, states_of_chunk
+from data.state_check import check_states
+from data.states import BatchStates, padded, states_of_chunk
 from data.vllm_engine import VllmEngine, vllm_engine
 from models.layerwise import states_by_layer
 from models.placement import Placement
 from models.verifier import Verifier
 
+Waiting = Callable[[], list[SampleStates]]  # raises JobError
+
 
 @dataclass(frozen=True)
 class StateSource:
-    """Gives the states of a batch of samples."""
+    """Gives the states of a batch of samples. What ``of`` returns gives them when it is called; a
+    GPU is at work meanwhile."""
 
     batch_tokens: int  # to ask for at a time, padding included
-    of: Callable[[list[TokenizedSample]], list[SampleStates]]  # raises JobError
+    of: Callable[[list[TokenizedSample]], Waiting]  # raises JobError
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Job:
     cfg: RunConfig
     device: torch.device
     dtype: torch.dtype  # of the stored states
-    samples: list[TokenizedSample]  # all that it will be asked for
+    samples: Sequence[TokenizedSample]  # all that it will be asked for
 
     def verifier(self, placement: Placement) -> Verifier:
         dtype = getattr(torch, self.cfg.verifier.dtype.value)
@@ -68,9 +73,12 @@ def whole(job: Job) -> StateSource:
     capture = job.cfg.capture
     verifier = job.verifier(Placement.ranks if capture.tensor_parallel else Placement.whole)
     check_states(verifier, verifier.states, job.samples, job.dtype, capture.tolerance)
-    return StateSource(
-        capture.batch_tokens, lambda samples: states_of(verifier, samples, job.dtype)
-    )
+
+    def start(samples: list[TokenizedSample]) -> Waiting:
+        ids = padded(samples)[0].to(verifier.device)
+        return BatchStates.of(verifier, samples, verifier.states(ids), job.dtype).arrived
+
+    return StateSource(capture.batch_tokens, start)
 
 
 def by_layer(job: Job) -> StateSource:
@@ -83,7 +91,9 @@ def by_layer(job: Job) -> StateSource:
     check_states(verifier, run, job.samples, job.dtype, capture.tolerance)
     return StateSource(
         max(capture.chunk_tokens, capture.batch_tokens),
-        lambda samples: states_of_chunk(verifier, samples, job.dtype, capture.batch_tokens),
+        lambda samples: partial(
+            states_of_chunk, verifier, samples, job.dtype, capture.batch_tokens
+        ),
     )
 
 
@@ -93,8 +103,13 @@ def from_vllm(job: Job, verifier: Verifier, engine: VllmEngine) -> StateSource:
     check_streams(verifier, engine.streams, job.samples, capture.tolerance, "capture.backend=vllm")
     return StateSource(
         max(capture.chunk_tokens, capture.batch_tokens),  # it makes batches of its own
-        lambda samples: states_from(
-            verifier, samples, engine.streams(samples), job.dtype, capture.batch_tokens
+        lambda samples: partial(
+            states_from,
+            verifier,
+            samples,
+            engine.streams(samples),
+            job.dtype,
+            capture.batch_tokens,
         ),
     )
 
@@ -107,7 +122,7 @@ def from_dump(job: Job) -> StateSource:
     """
     capture, verifier = job.cfg.capture, job.verifier(Placement.layers)
     dump = Dump.open(Path(capture.dumped or "").expanduser(), verifier.facts, verifier.dtype)
-    there = [sample for sample in job.samples if dump.find(sample)]
+    there = Part(job.samples, [i for i, one in enumerate(job.samples) if dump.find(one)])
     tell_missing(job, dump, there)
 
     def streams(samples: list[TokenizedSample]) -> list[Tensor]:
@@ -132,10 +147,10 @@ def from_dump(job: Job) -> StateSource:
         check_streams(verifier, streams, there, capture.tolerance, source)
     computes = capture.missing is MissingStates.compute
     limit = capture.chunk_tokens if computes else capture.batch_tokens
-    return StateSource(max(limit, capture.batch_tokens), of)
+    return StateSource(max(limit, capture.batch_tokens), lambda samples: partial(of, samples))
 
 
-def tell_missing(job: Job, dump: Dump, there: list[TokenizedSample]) -> None:
+def tell_missing(job: Job, dump: Dump, there: Sequence[TokenizedSample]) -> None:
     """Say how many samples have states; raise ConfigError if some have none and must have."""
     lacking = len(job.samples) - len(there)
     say(

@@ -6,7 +6,7 @@ torchrun --nproc-per-node=N -m data.capture [overrides]
 import errno
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -17,8 +17,8 @@ from tqdm import tqdm
 from conf.compose import entry
 from conf.runtime import RankInfo, progress, say
 from conf.schema import CaptureMode, ConfigError, RunConfig
-from data.backends import Job, StateSource, state_source
-from data.capture_job import CaptureJob, begin
+from data.backends import Job, StateSource, Waiting, state_source
+from data.capture_job import CaptureJob, begin, claim
 from data.corpus import load_prepared
 from data.distributed import (
     barrier,
@@ -31,10 +31,10 @@ from data.distributed import (
 )
 from data.manifest import Manifest, ShardEntry, shard_folder, write_manifest
 from data.prepare import prepare
-from data.records import PreparedData, TokenizedSample
-from data.shard_file import describe, write_shard
-from data.shards import HiddenStateShard
+from data.records import Part, PreparedData, TokenizedSample
+from data.shards import HiddenStateShard, SampleStates
 from data.states import batches
+from data.writer import ShardWriter
 
 
 def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
@@ -45,13 +45,14 @@ def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
     JobError when the states do not reproduce the verifier's own logits.
     """
     with ExitStack() as held, full_disk_named(cfg):
-        job = broadcast_object(begin(cfg, prepared, held) if ranks.is_main else None)
-        assert job is not None
+        job = begin(cfg, prepared, ranks)
         if job.complete:
             say(f"capture: already in {job.folder}")
         else:
-            written = write_missing(cfg, prepared, job, ranks)
-            job = finish(job, written, ranks)
+            if ranks.is_main:
+                claim(cfg, job, held)
+            barrier()
+            job = finish(job, write_missing(cfg, prepared, job, ranks), ranks)
         say(summary(job.manifest))
         return job.folder
 
@@ -71,30 +72,34 @@ def full_disk_named(cfg: RunConfig) -> Iterator[None]:
 
 def write_missing(
     cfg: RunConfig, prepared: PreparedData, job: CaptureJob, ranks: RankInfo
-) -> dict[str, str]:
-    """Write this rank's share of the missing shards -> name and sha256 of each.
+) -> list[ShardEntry]:
+    """Write this rank's share of the missing shards; each was read back when this returns.
 
     Ranks that hold one verifier together compute all shards together, and rank 0 writes them.
     """
     together = cfg.capture.tensor_parallel
     mine = job.todo if together else job.todo[ranks.rank :: ranks.world_size]
     if not mine:
-        return {}
-    device = pick_device(cfg.run.device, ranks.local_rank)
-    written = {}
+        return []
+    device, stored = pick_device(cfg.run.device, ranks.local_rank), job.manifest.dtype
+    places = [i for span in mine for i in range(span.first, span.first + span.count)]
+    wanted = Job(cfg, device, getattr(torch, stored), Part(prepared.samples, places))
     alone = together or ranks.world_size == 1
     of_all = "" if alone else f" (rank 0 of {ranks.world_size})"
     tokens = sum(span.tokens for span in mine)
-    wanted = [one for s in mine for one in prepared.samples[s.first : s.first + s.count]]
-    with state_source(Job(cfg, device, getattr(torch, job.manifest.dtype), wanted)) as source:
+    with (
+        state_source(wanted) as source,
+        ShardWriter(job.folder, job.manifest.fingerprint) as writer,
+    ):
         bar = cast(tqdm, progress((), tokens, "capture" + of_all, "token"))
-        for span in mine:
-            samples = prepared.samples[span.first : span.first + span.count]
-            shard = HiddenStateShard.empty(samples, span.first, job.manifest)
-            fill(shard, samples, source, bar.update)
-            if ranks.is_main or not together:
-                written[span.name] = write_shard(job.folder, span, shard, job.manifest.fingerprint)
-        bar.close()
+        with closing(bar):
+            for span in mine:
+                samples = prepared.samples[span.first : span.first + span.count]
+                shard = HiddenStateShard.empty(samples, span.first, job.manifest)
+                fill(shard, samples, source, bar.update)
+                if ranks.is_main or not together:
+                    writer.put(span, shard)
+        written = writer.finish()
     del source
     gc.collect()  # the hooks of a verifier refer back to it; training needs the memory
     if device.type == "cuda":
@@ -108,26 +113,32 @@ def fill(
     source: StateSource,
     count: Callable[[int], object],
 ) -> None:
-    """Fetch the states of the samples of one shard; ``count`` hears the tokens of each batch."""
-    lengths = [len(sample.input_ids) for sample in samples]
-    for places in batches(lengths, source.batch_tokens):
-        states = source.of([samples[place] for place in places])
+    """Fetch the states of the samples of one shard; ``count`` hears the tokens of each batch.
+
+    A batch is stored after the next one has been started: a GPU then computes meanwhile.
+    """
+
+    def store(places: list[int], states: list[SampleStates]) -> None:
         for place, one in zip(places, states, strict=True):
             shard.put(place, one)
         count(sum(lengths[place] for place in places))
 
+    lengths = [len(sample.input_ids) for sample in samples]
+    before: tuple[list[int], Waiting] | None = None
+    for places in batches(lengths, source.batch_tokens):
+        started = source.of([samples[i] for i in places])
+        if before is not None:
+            store(before[0], before[1]())
+        before = places, started
+    if before is not None:
+        store(before[0], before[1]())
 
-def finish(job: CaptureJob, written: dict[str, str], ranks: RankInfo) -> CaptureJob:
-    """Read every shard back, compare its checksum with what was written, write the manifest."""
-    barrier()
-    own = job.spans[ranks.rank :: ranks.world_size]
-    spans = progress(own, len(own), "check shards", "shard")
-    entries = [describe(job.folder, span.name) for span in spans]
-    gathered = [entry for part in gather_objects(entries) for entry in part]
-    sums = {name: digest for part in gather_objects(written) for name, digest in part.items()}
-    manifest = replace(job.manifest, shards=sorted(gathered, key=lambda entry: entry.name))
+
+def finish(job: CaptureJob, written: list[ShardEntry], ranks: RankInfo) -> CaptureJob:
+    """Write the manifest of the shards that were there and those of all ranks."""
+    shards = job.manifest.shards + [entry for part in gather_objects(written) for entry in part]
+    manifest = replace(job.manifest, shards=sorted(shards, key=lambda entry: entry.name))
     if ranks.is_main:
-        check_sums(job.folder, manifest.shards, sums)
         names = {entry.name for entry in manifest.shards}
         for path in shard_folder(job.folder).iterdir():
             if path.name not in names:
@@ -135,16 +146,6 @@ def finish(job: CaptureJob, written: dict[str, str], ranks: RankInfo) -> Capture
         write_manifest(job.folder, manifest)
     barrier()
     return replace(job, manifest=manifest)
-
-
-def check_sums(folder: Path, entries: list[ShardEntry], sums: dict[str, str]) -> None:
-    for shard in entries:
-        expected = sums.get(shard.name, shard.sha256)  # kept ones were checked when written
-        if shard.sha256 != expected:
-            raise ConfigError(
-                f"{shard_folder(folder) / shard.name}: reads back with sha256 {shard.sha256}, must "
-                f"be {expected} as written; delete the file, check the disk and capture again"
-            )
 
 
 def summary(manifest: Manifest) -> str:

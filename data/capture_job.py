@@ -4,19 +4,20 @@ import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from conf.runtime import cache_dir, fingerprint, say
+from conf.runtime import RankInfo, cache_dir, fingerprint, say
 from conf.schema import ConfigError, JobError, RunConfig, StateBackend
+from data.distributed import broadcast_object
 from data.dumped import listing
-from data.manifest import FORMAT_VERSION, Manifest, manifest_file, open_manifest, shard_folder
+from data.integrity import examine
+from data.manifest import FORMAT_VERSION, Manifest, manifest_file, read_manifest, shard_folder
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
-from data.shard_file import is_whole
-from data.shard_plan import RowSizes, ShardSpan, plan_spans
+from data.shard_plan import RowSizes, ShardSpan, cut_spans, plan_spans
 from models.bundled import resolve
 from models.verifier import VerifierFacts, load_facts, load_tokenizer, weights_fingerprint
 
@@ -33,37 +34,62 @@ RESOURCES = (  # arguments of vLLM that decide how much and how fast, not what
 
 @dataclass(frozen=True)
 class CaptureJob:
-    """What rank 0 found and decided, the same on every rank."""
+    """What is wanted and what is there, the same on every rank."""
 
     folder: Path
-    manifest: Manifest  # its shards only when complete
+    manifest: Manifest  # its shards: those that need not be written
     spans: list[ShardSpan]  # all shards
-    todo: list[ShardSpan]  # those that are not there yet
-    complete: bool
+    complete: bool = False
+
+    @property
+    def todo(self) -> list[ShardSpan]:
+        there = {entry.name for entry in self.manifest.shards}
+        return [span for span in self.spans if span.name not in there]
 
 
-def begin(cfg: RunConfig, prepared: PreparedData, held: ExitStack) -> CaptureJob:
-    """Rank 0's part before the others start: plan, lock the folder, see that there is room."""
+def begin(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> CaptureJob:
+    """Plan on rank 0, and look on all ranks at the shards of an earlier capture."""
+    job = broadcast_object(plan(cfg, prepared) if ranks.is_main else None)
+    assert job is not None
+    promised = bool(job.manifest.shards)
+    found = examine(job.folder, job.spans, job.manifest, cfg.capture.verify, ranks)
+    if found.faults:
+        more = f", and {len(found.faults) - 1} more" if len(found.faults) > 1 else ""
+        say(f"capture: mending an incomplete cache ({found.faults[0]}{more})")
+    job = replace(job, manifest=replace(job.manifest, shards=found.whole))
+    return replace(job, complete=promised and not job.todo)
+
+
+def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
+    """How the samples are cut into shards: as in the manifest that is there, else anew."""
     facts = load_facts(cfg.verifier, cache_dir(cfg))
     manifest = manifest_of(cfg, prepared, facts)
     folder = cache_dir(cfg) / f"capture-{manifest.fingerprint}"
-    samples, dtype = prepared.samples, getattr(torch, manifest.dtype)
-    sizes = RowSizes.of(facts.hidden_size, len(facts.aux_layers), dtype)
-    spans = plan_spans(samples.lengths, samples.asking, sizes, cfg.capture.shard_mib * MIB)
+    lengths, asking = prepared.samples.lengths, prepared.samples.asking
+    sizes = RowSizes.of(facts.hidden_size, len(facts.aux_layers), getattr(torch, manifest.dtype))
     if manifest_file(folder).exists():
         try:
-            found = open_manifest(folder)
+            found = read_manifest(folder)
             refuse_other_dump(cfg, manifest, found)
-            return CaptureJob(folder, found, spans, [], complete=True)
+            manifest = replace(manifest, shards=found.shards, dump=found.dump)
         except ConfigError as problem:
             say(f"capture: mending an incomplete cache ({problem})")
-    todo = [span for span in spans if not is_whole(folder, span, manifest.fingerprint)]
-    if todo:
-        check_space(cfg, folder, todo)
-    held.enter_context(sole_writer(folder))
-    for leftover in shard_folder(folder).glob("*.tmp"):
+    spans = plan_spans(lengths, asking, sizes, cfg.capture.shard_mib * MIB)
+    counts = [entry.samples for entry in manifest.shards]
+    if sum(counts) == len(lengths):
+        spans = cut_spans(lengths, asking, sizes, counts)
+    else:
+        manifest = replace(manifest, shards=[])
+    return CaptureJob(folder, manifest, spans)
+
+
+def claim(cfg: RunConfig, job: CaptureJob, held: ExitStack) -> None:
+    """Rank 0's part before any rank writes: see that there is room, lock the folder, tidy up."""
+    if job.todo:
+        check_space(cfg, job.folder, job.todo)
+    held.enter_context(sole_writer(job.folder))
+    for leftover in shard_folder(job.folder).glob("*.tmp"):
         leftover.unlink()  # of a run that was killed
-    return CaptureJob(folder, manifest, spans, todo, complete=False)
 
 
 def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) -> Manifest:

@@ -1,6 +1,6 @@
 """Streams that another engine computed: packed as the verifier's own, and compared with them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +8,8 @@ from torch import Tensor
 from conf.schema import JobError
 from data.records import TokenizedSample
 from data.shards import SampleStates
-from data.states import PROBE_SAMPLES, batches, packed, padded, probe_of
+from data.state_check import PROBE_SAMPLES, probe_of
+from data.states import BatchStates, batches, padded
 from models.layerwise import finish
 from models.verifier import Verifier, VerifierStates
 
@@ -34,8 +35,8 @@ def states_from(
     found: dict[int, SampleStates] = {}
     for places in batches([len(sample.input_ids) for sample in samples], batch_tokens):
         some, theirs = [samples[i] for i in places], [streams[i] for i in places]
-        states = packed(verifier, some, joined(verifier, some, theirs), dtype)
-        found.update(zip(places, states, strict=True))
+        states = BatchStates.of(verifier, some, joined(verifier, some, theirs), dtype)
+        found.update(zip(places, states.arrived(), strict=True))
     return [found[place] for place in range(len(samples))]
 
 
@@ -53,7 +54,7 @@ def joined(
 def check_streams(
     verifier: Verifier,
     streams: Streams,
-    samples: list[TokenizedSample],
+    samples: Sequence[TokenizedSample],
     tolerance: float | None,
     source: str,
 ) -> None:
@@ -64,7 +65,7 @@ def check_streams(
     begins with ``source``, the knob and value that named these streams.
     """
     step = -(-len(samples) // PROBE_SAMPLES)  # from everywhere, should some have been mixed up
-    samples = samples[::step]
+    samples = list(samples[::step])
     probe = probe_of(samples)
     lengths = [len(sample.input_ids) for sample in probe]
     tolerance = tolerance or TOLERANCE

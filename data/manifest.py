@@ -83,25 +83,42 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def open_manifest(folder: Path, verifier: str | None = None) -> Manifest:
+def open_manifest(
+    folder: Path,
+    verifier: str | None = None,
+    dtype: str | None = None,
+    aux_layers: list[int] | None = None,
+) -> Manifest:
     """Read the manifest and compare it with the files beside it, by presence and size.
 
-    ``verifier`` is the weights_fingerprint of the verifier in use; None compares nothing. Raises
-    ConfigError with both values when it is another, and for a shard that is missing or cut.
+    ``verifier`` is the weights_fingerprint of the verifier in use, ``dtype`` and ``aux_layers``
+    what its states must be; None compares nothing. Raises ConfigError with both values when one is
+    another, and for a shard that is missing or cut.
     """
     manifest = read_manifest(folder)
-    if verifier is not None and manifest.verifier != verifier:
-        raise ConfigError(
-            f"{manifest_file(folder)}: verifier={manifest.verifier} ({manifest.verifier_path}) "
-            f"must be {verifier}, the verifier in use; capture its own states with data.capture"
-        )
-    for entry in manifest.shards:
-        path = shard_folder(folder) / entry.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry.bytes:
-            found = "missing" if size is None else f"{size} bytes"
+    for name, wanted, way in (
+        ("verifier", verifier, f"that of the verifier in use, and not of {manifest.verifier_path}"),
+        ("dtype", dtype, "which is capture.dtype"),
+        ("aux_layers", aux_layers, "which are verifier.aux_layers"),
+    ):
+        found = getattr(manifest, name)
+        if wanted is not None and found != wanted:
             raise ConfigError(
-                f"{path}: {found}, must be {entry.bytes} bytes; run data.capture, which writes "
-                "this shard again"
+                f"{manifest_file(folder)}: {name}={found} must be {wanted}, {way}; capture the "
+                "states again with data.capture"
             )
+    for entry in manifest.shards:
+        wrong = misfit(folder, entry)
+        if wrong:
+            raise ConfigError(f"{wrong}; run data.capture, which writes this shard again")
     return manifest
+
+
+def misfit(folder: Path, entry: ShardEntry) -> str | None:
+    """What is wrong with a shard's file by its size alone."""
+    path = shard_folder(folder) / entry.name
+    size = path.stat().st_size if path.is_file() else None
+    if size == entry.bytes:
+        return None
+    found = "missing" if size is None else f"{size} bytes"
+    return f"{path}: {found}, must be {entry.bytes} bytes"

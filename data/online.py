@@ -9,8 +9,9 @@ from conf.schema import RunConfig
 from data.capture_job import manifest_of
 from data.distributed import pick_device
 from data.manifest import Manifest
-from data.records import CachedPack, CachedSample, PreparedData, TokenizedSample
-from data.states import batches, check_states, states_of
+from data.records import CachedPack, CachedSample, PreparedData, Samples
+from data.state_check import check_states
+from data.states import batches, states_of
 from models.verifier import Verifier
 
 
@@ -26,7 +27,7 @@ class OnlineStates:
     def __init__(
         self,
         verifier: Verifier,
-        samples: Sequence[TokenizedSample],
+        samples: Samples,
         manifest: Manifest,
         batch_tokens: int,
     ):
@@ -35,9 +36,9 @@ class OnlineStates:
         self.samples = samples
         self.manifest = manifest
         self.batch_tokens = batch_tokens
-        self.lengths = torch.tensor([len(sample.input_ids) for sample in samples])
-        self.held_out = torch.tensor([sample.held_out for sample in samples])
-        self.greedy = torch.tensor([sample.greedy for sample in samples])
+        self.lengths = samples.lengths
+        self.held_out = samples.held_out
+        self.greedy = samples.greedy
 
     @classmethod
     def load(cls, cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> "OnlineStates":

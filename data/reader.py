@@ -28,13 +28,19 @@ class ShardReader:
     ``lengths`` [S] int64, ``held_out`` and ``greedy`` [S] bool describe all samples.
     """
 
-    def __init__(self, folder: Path, verifier: str | None = None):
-        """Raises ConfigError: another verifier or format, a missing, cut or torn shard.
+    def __init__(
+        self,
+        folder: Path,
+        verifier: str | None = None,
+        dtype: str | None = None,
+        aux_layers: list[int] | None = None,
+    ):
+        """Raises ConfigError: other states or format than wanted, a missing, cut or torn shard.
 
-        ``verifier`` is the weights_fingerprint that the states must come from; None: any.
+        What is wanted: see open_manifest; None: any.
         """
         self.folder = folder
-        self.manifest = open_manifest(folder, verifier)
+        self.manifest = open_manifest(folder, verifier, dtype, aux_layers)
         self._shards = [self._open(entry) for entry in self.manifest.shards]
         self._digests = self._joined("digests").tolist()
         self.lengths = torch.cat([shard.small["offsets"].diff() for shard in self._shards])

@@ -111,6 +111,26 @@ class Samples(Sequence[TokenizedSample]):
         )
 
 
+class Part(Sequence[TokenizedSample]):
+    """Some of ``samples``, by their places: like them, made when asked for."""
+
+    def __init__(self, samples: Sequence[TokenizedSample], places: Sequence[int]):
+        self.samples = samples
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenizedSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Part": ...
+    def __getitem__(self, index: int | slice) -> "TokenizedSample | Part":
+        if isinstance(index, slice):
+            return Part(self.samples, self.places[index])
+        return self.samples[self.places[index]]
+
+
 @dataclass(frozen=True)
 class CachedSample:
     """Rows that ask, L of T, are those whose next token is supervised (see data/chains.py).

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,9 +17,10 @@ from conf.schema import ConfigError
 from data.chains import asking_rows
 from data.manifest import ShardEntry, shard_folder
 from data.shard_plan import ShardSpan
-from data.shards import INDEX, HiddenStateShard, raw
+from data.shards import BY_TOKEN, INDEX, ROWS, HiddenStateShard, digest_of, raw
 from models.bundled import sha256_of
 
+READ_BYTES = 1 << 24  # of a file at one go
 CODES = {
     torch.int64: "I64",
     torch.int32: "I32",
@@ -28,12 +31,20 @@ CODES = {
 }
 
 
-def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture: str) -> str:
-    """Write a shard whole or not at all, and return the sha256 of what was written.
+@dataclass(frozen=True)
+class Sums:
+    """Of the bytes of a shard file."""
+
+    sha256: str
+    xxh3: str  # 40 times quicker: what a read-back is compared with
+
+
+def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture: str) -> Sums:
+    """Write a shard whole or not at all, and return the checksums of what was written.
 
     The safetensors layout is written here: the library orders its header at random and tells a
     full disk by a text only. This way equal states are equal bytes, OSError keeps its number,
-    and the checksum costs no second read.
+    and the checksums cost no second read.
     """
     tensors = shard.tensors()
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
@@ -43,11 +54,12 @@ def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture:
     )
     path = shard_folder(folder) / span.name
     temporary = path.with_name(path.name + ".tmp")
-    digest = hashlib.sha256()
+    sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
     try:
         with temporary.open("wb") as file:
             for block in (header, *(raw(tensors[name]) for name in order)):
-                digest.update(block)
+                sha256.update(block)
+                xxh3.update(block)
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
@@ -55,7 +67,25 @@ def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
-    return digest.hexdigest()
+    return Sums(sha256.hexdigest(), xxh3.hexdigest())
+
+
+def read_back(path: Path, sums: Sums) -> None:
+    """Compare a file just written with what was to be written. Raises ConfigError.
+
+    Where the system allows it the file is dropped from memory first, so that the disk answers.
+    """
+    found = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while block := file.read(READ_BYTES):
+            found.update(block)
+    if found.hexdigest() != sums.xxh3:
+        raise ConfigError(
+            f"{path}: reads back with xxh3 {found.hexdigest()}, must be {sums.xxh3} as written; "
+            "delete the file, check the disk and capture again"
+        )
 
 
 def header_of(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
@@ -88,10 +118,11 @@ def is_whole(folder: Path, span: ShardSpan, capture: str) -> bool:
     return about.get("capture") == capture and about.get("span") == span_text(span)
 
 
-def describe(folder: Path, name: str) -> ShardEntry:
-    """Read a shard back as the manifest is to know it, its checksum from the file itself.
+def describe(folder: Path, name: str, sha256: str | None = None) -> ShardEntry:
+    """A shard as the manifest is to know it, from its file.
 
-    Raises ConfigError when its parts do not fit each other.
+    ``sha256`` of the file where it is known; None reads it and compares every sample with its
+    digest. Raises ConfigError when the parts do not fit each other or a sample is damaged.
     """
     path = shard_folder(folder) / name
     with safe_open(path, framework="pt") as file:
@@ -100,6 +131,11 @@ def describe(folder: Path, name: str) -> ShardEntry:
     rows = asking_rows(mask, offsets).nonzero().flatten()
     if len(rows) != len(argmax):
         raise damaged(path, f"{len(argmax)} rows of argmax, must be {len(rows)} by its mask")
+    if sha256 is None:
+        wrong = damaged_sample(path, range(len(offsets) - 1))
+        if wrong:
+            raise damaged(path, wrong)
+        sha256 = sha256_of(path)
     return ShardEntry(
         name=name,
         samples=len(offsets) - 1,
@@ -108,13 +144,33 @@ def describe(folder: Path, name: str) -> ShardEntry:
         supervised=int(mask.sum()),
         agreed=int((argmax == ids[rows + 1]).sum()),
         bytes=path.stat().st_size,
-        sha256=sha256_of(path),
+        sha256=sha256,
         index=index_digest(path),
     )
 
 
+def damaged_sample(path: Path, places: Iterable[int]) -> str | None:
+    """Compare the samples ``places`` of a shard with their digests -> what is wrong, if any is."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        by_token, by_asking = file.get_tensor("offsets"), file.get_tensor("last_offsets")
+        digests, ids = file.get_tensor("digests"), json.loads(file.metadata()["ids"])
+        for place in places:
+            parts = []
+            for name in ROWS:
+                if name in names:
+                    offsets = by_token if name in BY_TOKEN else by_asking
+                    start, end = offsets[place : place + 2].tolist()
+                    parts.append(file.get_slice(name)[start:end])
+            if digest_of(parts) != digests[place]:
+                return f"sample {ids[place]} is not as it was written"
+    return None
+
+
 def damaged(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"{path}: {why}; delete the file and run data.capture, which renews it")
+    return ConfigError(
+        f"{path}: {why}; run data.capture with capture.verify=full, which writes this shard again"
+    )
 
 
 def index_digest(path: Path) -> str:

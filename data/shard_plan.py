@@ -49,16 +49,31 @@ def plan_spans(lengths: Tensor, asking: Tensor, sizes: RowSizes, limit: int) -> 
     finer, so that several processes have work and a rerun keeps most of it. How many processes
     there are has no say: a rerun with more or fewer of them finds its shards.
     """
-    needs = (lengths * sizes.token + asking * sizes.asking + SAMPLE_BYTES).tolist()
-    tokens = lengths.cumsum(0).tolist()
+    needs = bytes_of(lengths, asking, sizes)
     limit = min(limit, -(-sum(needs) // MIN_SHARDS))
-    spans: list[ShardSpan] = []
+    counts: list[int] = []
     first, size = 0, 0
     for index, need in enumerate([*needs, limit + 1]):  # the last one closes the last shard
         if index > first and size + need > limit:
-            before = tokens[first - 1] if first else 0
-            count = tokens[index - 1] - before
-            spans.append(ShardSpan(len(spans), first, index - first, count, size))
+            counts.append(index - first)
             first, size = index, 0
         size += need
+    return cut_spans(lengths, asking, sizes, counts)
+
+
+def cut_spans(
+    lengths: Tensor, asking: Tensor, sizes: RowSizes, counts: list[int]
+) -> list[ShardSpan]:
+    """The shards that hold ``counts`` samples each, in order."""
+    needs = bytes_of(lengths, asking, sizes)
+    spans: list[ShardSpan] = []
+    first = 0
+    for number, count in enumerate(counts):
+        mine = slice(first, first + count)
+        spans.append(ShardSpan(number, first, count, int(lengths[mine].sum()), sum(needs[mine])))
+        first += count
     return spans
+
+
+def bytes_of(lengths: Tensor, asking: Tensor, sizes: RowSizes) -> list[int]:
+    return (lengths * sizes.token + asking * sizes.asking + SAMPLE_BYTES).tolist()

@@ -48,7 +48,10 @@ from train.stop import StopRequest
 from train.ttt import TrainingTimeTest
 
 CPU = torch.device("cpu")
-MIN_TEACHER_AGREEMENT = 0.9  # bf16 rounding flips near-ties, other weights flip nearly all
+# Rounding flips near-ties, other weights flip nearly all. Measured on 661 rows of ten answers of
+# SmolLM2-135M: 0.994 agree in bf16 and 0.982 in fp8, of one answer as few as 0.92 and 0.93.
+MIN_TEACHER_AGREEMENT = 0.9
+TEACHER_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -192,11 +195,16 @@ def refuse_missing_compiler(device: torch.device) -> None:
 
 def check_teacher(ends: VerifierEnds, source: ShardReader | OnlineStates) -> None:
     """The head on last states must give the argmaxes that came with them."""
-    cached = source.read(0)
-    with torch.no_grad():
-        last = restored(cached.last, cached.last_scales, torch.float32)
-        logits = scaled_logits(last @ ends.head.T, ends.config)
-    same = float((logits.argmax(-1) == cached.argmax).float().mean())
+    agrees: list[Tensor] = []
+    for index in range(len(source)):
+        cached = source.read(index)
+        with torch.no_grad():
+            last = restored(cached.last, cached.last_scales, torch.float32)
+            logits = scaled_logits(last @ ends.head.T, ends.config)
+        agrees.append(logits.argmax(-1) == cached.argmax)
+        if sum(map(len, agrees)) >= TEACHER_ROWS:
+            break
+    same = float(torch.cat(agrees).float().mean())
     if same < MIN_TEACHER_AGREEMENT:
         raise ConfigError(
             f"verifier.path: its head repeats only {same:.0%} of the argmaxes stored in "

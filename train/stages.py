@@ -104,7 +104,8 @@ def train_on(
         source = OnlineStates.load(cfg, prepared, ranks)
     else:
         verifier = weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg)))
-        source = ShardReader(cached, verifier)
+        layers = load_facts(cfg.verifier, cache_dir(cfg)).aux_layers
+        source = ShardReader(cached, verifier, cfg.capture.dtype.value, layers)
     with StopRequest() as request:
         return fit(cfg, prepared, source, ranks, request)
 

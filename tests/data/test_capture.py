@@ -32,11 +32,12 @@ from conf.schema import (
 )
 from data import capture_job
 from data import states as states_module
-from data.capture import batches, capture, main
+from data.capture import capture, main
 from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
 from data.records import PreparedData
 from data.shard_file import describe
+from data.states import batches
 from models.verifier import Verifier, VerifierStates, weights_fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,7 @@ def test_states_equal_the_library(cfg: RunConfig, prepared: PreparedData, tiny_v
 
 
 def test_batches_of_one_and_of_four_give_the_same_cache(cfg, prepared, tmp_path: Path):
+    """Report B53: a sample's states are its own, whatever ran beside it; its ids lie with them."""
     one = elsewhere(cfg, tmp_path, "one")
     one.capture = replace(cfg.capture, batch_tokens=1)
     four = elsewhere(cfg, tmp_path, "four")
@@ -117,6 +119,29 @@ def test_batches_of_one_and_of_four_give_the_same_cache(cfg, prepared, tmp_path:
         torch.testing.assert_close(a.aux, b.aux, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(a.last, b.last, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(a.lse, b.lse, atol=1e-5, rtol=1e-5)
+        assert torch.equal(a.argmax, b.argmax)
+        assert torch.equal(b.sample.input_ids, prepared.samples[index].input_ids)
+    assert [len(batch) for batch in batches([60, 60, 60, 60], 4 * 64)] == [4]  # they were mixed
+
+
+def test_head_figures_are_those_of_the_whole_logits(tiny_verifier: Path, monkeypatch):
+    """By blocks of rows and of ids against argmax and logsumexp; equals give the first."""
+    monkeypatch.setattr(states_module, "HEAD_ROWS", 20)
+    monkeypatch.setattr(states_module, "EXACT_ROWS", 7)
+    section = VerifierSection(path=str(tiny_verifier), dtype=Precision.float32)
+    verifier = Verifier.load(section, tiny_verifier, torch.device("cpu"), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for block in (1, 3, 128, 256):
+        monkeypatch.setattr(states_module, "BLOCK", block)
+        last = torch.randn(50, 64, generator=generator)
+        argmax, lse = states_module.head_figures(verifier, last)
+        logits = verifier.logits_from(last)
+        assert torch.equal(argmax, logits.argmax(-1))
+        torch.testing.assert_close(lse, logits.logsumexp(-1))
+        equals = torch.randint(3, (40, 10), generator=generator).float()
+        found, largest = states_module.first_largest(equals)
+        assert torch.equal(found, equals.argmax(-1)) and torch.equal(largest, equals.amax(-1))
+    assert [len(part) for part in states_module.head_figures(verifier, last[:0])] == [0, 0]
 
 
 def test_batches_hold_every_sample_once_within_the_limit():
@@ -204,7 +229,7 @@ def test_an_unnormed_last_state_is_refused(cfg: RunConfig, prepared: PreparedDat
 
 def test_logits_that_are_not_finite_are_refused(cfg, prepared, monkeypatch):
     right = Verifier.logits_from
-    monkeypatch.setattr(states_module, "check_last", lambda *_: None)
+    monkeypatch.setattr("data.state_check.check_last", lambda *_: None)
     monkeypatch.setattr(Verifier, "logits_from", lambda self, last: right(self, last) / 0)
     with pytest.raises(JobError, match=r"sample-\d+ are not finite"):
         capture(cfg, prepared, ALONE)
@@ -251,6 +276,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
 
 
 def test_the_estimate_is_what_is_written(cfg: RunConfig, prepared: PreparedData):
+    """Report B58: the estimate is printed before anything is written, and right."""
     folder = capture(cfg, prepared, ALONE)
     rows = sum(len(sample.input_ids) for sample in prepared.samples)
     asking = sum(int(sample.loss_mask[1:].sum()) for sample in prepared.samples)
@@ -317,6 +343,7 @@ capture(cfg, prepared, RankInfo(0, 1, 0))
 
 
 def test_kill_in_the_middle_of_a_shard(cfg, prepared: PreparedData, tmp_path: Path):
+    """Report B59: the file under its temporary name is torn, those under their own are whole."""
     whole = bytes_of(capture(elsewhere(cfg, tmp_path, "whole"), prepared, ALONE))
     arguments = run_script(KILLED, cfg, prepared, tmp_path)
     with subprocess.Popen(
@@ -356,7 +383,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_becomes_full(cfg, prepared, tmp_path: Path, small_disk: Path, monkeypatch):
-    """0.4 MB of states beside 0.3 MB that another program wrote meanwhile."""
+    """Report B58: 0.4 MB of states beside 0.3 MB that another program wrote meanwhile."""
     whole = bytes_of(capture(elsewhere(cfg, tmp_path, "whole"), prepared, ALONE))
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 30))
@@ -408,6 +435,7 @@ shutdown()
 
 
 def test_two_ranks_write_what_one_writes(cfg, prepared: PreparedData, tmp_path: Path):
+    """Report B59: rank 0 decides what is missing, each rank writes its share."""
     one = capture(elsewhere(cfg, tmp_path, "one"), prepared, ALONE)
     arguments = run_script(TWO_RANKS, cfg, prepared, tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from conf.schema import ConfigError
-from data.capture import check_sums
 from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
 from data.records import TokenizedSample
 from data.shard_file import describe, is_whole
 from data.shard_plan import RowSizes, ShardSpan, plan_spans
 from data.shards import HiddenStateShard, SampleStates
+from data.writer import written
 
 
 @pytest.fixture
@@ -131,15 +132,28 @@ def test_a_cut_shard_is_named_at_open(cache: Path):
     assert not is_whole(cache, ShardSpan(1, 0, 1, 1, 1), "capture0")
 
 
-def test_a_flipped_byte_is_found_when_a_capture_reads_back(cache: Path):
-    written = {entry.name: entry.sha256 for entry in read_manifest(cache).shards}
-    path = one_shard(cache)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    entries = [describe(cache, name) for name in written]
-    with pytest.raises(ConfigError, match=r"00001\.safetensors: reads back with sha256 .* must"):
-        check_sums(cache, entries, written)
+def test_a_disk_that_lies_is_found_when_a_shard_is_read_back(
+    monkeypatch, write_cache, some_samples: list[TokenizedSample], tmp_path: Path
+):
+    """What the disk holds after fsync is not what was handed to it: one bit."""
+    cache = write_cache(tmp_path / "whole", some_samples)
+    manifest = replace(read_manifest(cache), shards=[])
+    shard = HiddenStateShard.empty(some_samples[:1], 0, manifest)
+    span = ShardSpan(0, 0, 1, len(some_samples[0].input_ids), 0)
+    shard_folder(tmp_path / "bad").mkdir(parents=True)
+    assert written(tmp_path / "bad", span, shard, "capture0").samples == 1
+    real = os.fsync
+
+    def lies(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if path.is_file():
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        real(handle)
+
+    monkeypatch.setattr("os.fsync", lies)
+    with pytest.raises(ConfigError, match=r"00000\.safetensors: reads back with xxh3 .* must be"):
+        written(tmp_path / "bad", span, shard, "capture0")
 
 
 def test_a_torn_header_is_found_at_open(cache: Path):
@@ -152,7 +166,7 @@ def test_a_torn_header_is_found_at_open(cache: Path):
 
 
 def test_states_shorter_than_the_ids_are_found_at_open(cache: Path):
-    """The file is in order, its parts do not fit each other: a manifest of one token more."""
+    """Report B56: the file is in order, its parts do not fit each other: one token more."""
     path = cache / "manifest.json"
     found = json.loads(path.read_text())
     found["shards"][1]["tokens"] += 1
@@ -174,6 +188,7 @@ def test_swapped_shards_are_found_at_open(cache: Path):
 def test_states_of_another_length_are_refused_with_the_sample(
     some_samples: list[TokenizedSample], cache: Path
 ):
+    """Report B54: as many states as ids as mask entries, or the sample's id in the message."""
     shard = HiddenStateShard.empty(some_samples[:2], 0, read_manifest(cache))
     last = torch.zeros(4, 8), torch.zeros(4), torch.zeros(4)
     with pytest.raises(ValueError, match=r"sample-0: 4 rows of aux, must be 5"):
