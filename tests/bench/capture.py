@@ -34,11 +34,8 @@ from data.capture import capture  # noqa: E402
 from data.capture_job import plan  # noqa: E402
 from data.chains import asking_rows  # noqa: E402
 from data.manifest import read_manifest  # noqa: E402
-from data.records import PreparedData, Skipped, TokenizedSample  # noqa: E402
-from data.states import (
-    batches,
-    padded,
-)
+from data.records import PreparedData, Samples, Skipped, TokenizedSample  # noqa: E402
+from data.states import batches, padded  # noqa: E402
 from models.bundled import SMOLLM2, resolve  # noqa: E402
 from models.verifier import Verifier, load_tokenizer  # noqa: E402
 
@@ -147,7 +144,23 @@ def prepared_of(args: argparse.Namespace, share: float, vocabulary: int) -> Prep
     samples = some_samples(args.tokens, args.length, share, vocabulary)
     counts = torch.zeros(vocabulary, dtype=torch.int64)
     name = f"bench-{args.tokens}-{args.length}-{share}"
-    return PreparedData(Path(name), name, samples, counts, Skipped(len(samples), len(samples)))
+    rows = Skipped(len(samples), len(samples))
+    return PreparedData(Path(name), name, flat(samples), counts, counts, rows)
+
+
+def flat(samples: list[TokenizedSample]) -> Samples:
+    """What the prepare stage makes of ``samples``."""
+    ids = [torch.tensor(list(sample.id.encode()), dtype=torch.uint8) for sample in samples]
+    return Samples(
+        tokens=torch.cat([sample.input_ids for sample in samples]).int(),
+        mask=torch.cat([sample.loss_mask for sample in samples]).to(torch.uint8),
+        offsets=torch.tensor([0, *(len(sample.input_ids) for sample in samples)]).cumsum(0),
+        id_text=torch.cat(ids),
+        id_offsets=torch.tensor([0, *map(len, ids)]).cumsum(0),
+        greedy=torch.tensor([sample.greedy for sample in samples]),
+        held_out=torch.tensor([sample.held_out for sample in samples]),
+        prompts=torch.arange(len(samples)),
+    )
 
 
 def measure_weight(

@@ -30,7 +30,7 @@ def some_blocks(count: int, length: int = 12) -> list[SampleBlock]:
             size = int(draw.integers(2, length))
             tokens = draw.integers(0, VOCAB, size).astype(np.int32)
             mask = (draw.random(size) < 0.6).astype(np.uint8)
-            made.append(Made(f"n{number}-é", tokens, mask, number % 3 == 0, cut=False))
+            made.append(Made(f"n{number}-é", tokens, mask, number % 3 == 0, []))
         blocks.append(joined(made, len(blocks) % 2))
     return blocks
 

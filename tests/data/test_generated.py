@@ -12,6 +12,7 @@ from conf.schema import VerifierSection
 from data.dialects import RowRefused
 from data.generated import is_rewritten
 from data.records import Conversation, Turn
+from data.render import ChatTemplate
 from data.template import encode, encode_prompt
 from models.verifier import load_tokenizer
 
@@ -29,6 +30,11 @@ CLOSED_THOUGHT = PLAIN.replace(  # as Qwen3 with thinking off: the prompt holds 
     "{{ '<assistant>' }}",
     "{{ '<assistant>' + ('' if thinking else '<think></think>') }}",
 )
+
+
+def ids_and_mask(conversation, tokenizer, kwargs, last=False) -> tuple[list[int], list[bool]]:
+    found = encode(conversation, ChatTemplate(tokenizer, kwargs), last)
+    return found.input_ids, found.loss_mask
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def supervised(tokenizer, conversation: Conversation, last=False, **kwargs) -> l
 
     The proof: a run is the ids of an answer, and all before it are the ids of its own prompt.
     """
-    ids, mask = encode(conversation, tokenizer, kwargs, last)
+    ids, mask = ids_and_mask(conversation, tokenizer, kwargs, last)
     answers = [i for i, turn in enumerate(conversation.turns) if turn.role == "assistant"]
     prompts = [encode_prompt(conversation.turns[:i], tokenizer, kwargs) for i in answers]
     known = list(
@@ -79,17 +85,17 @@ def test_all_answers_in_one_sample_where_prompts_continue_each_other(with_templa
     three = talk(tokenizer, "q", "one", "r", "two", "s", "three")
     assert supervised(tokenizer, three) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
     assert supervised(tokenizer, three, last=True) == ["three<|im_end|>"]
-    ids, mask = encode(three, tokenizer, {})
+    ids, mask = ids_and_mask(three, tokenizer, {})
     assert not is_rewritten(three, mask)
     plain = Conversation("x", three.turns)  # the same conversation as text: same ids, same mask
-    assert encode(plain, tokenizer, {}) == (ids, mask)
+    assert ids_and_mask(plain, tokenizer, {}) == (ids, mask)
 
 
 def test_answers_without_ids_are_read_and_not_supervised(with_template):
     tokenizer = with_template(PLAIN)
     two = talk(tokenizer, "q", "one", "r", "two", "s", "three", known=2)
     assert supervised(tokenizer, two) == ["two<|im_end|>", "three<|im_end|>"]
-    text = tokenizer.decode(encode(two, tokenizer, {})[0])
+    text = tokenizer.decode(ids_and_mask(two, tokenizer, {})[0])
     assert text.startswith("<user>q\n<assistant>one<|im_end|>\n<user>r")
 
 
@@ -97,7 +103,7 @@ def test_a_template_that_drops_thoughts_starts_anew(with_template):
     tokenizer = with_template(FORGETFUL)
     thinks = talk(tokenizer, "q", "<think>why</think>one", "r", "<think>how</think>two")
     assert supervised(tokenizer, thinks) == ["<think>how</think>two<|im_end|>"]
-    ids, mask = encode(thinks, tokenizer, {})
+    ids, mask = ids_and_mask(thinks, tokenizer, {})
     assert is_rewritten(thinks, mask)
     assert "why" not in tokenizer.decode(ids)  # the verifier did not see it, so it is not there
     # A first answer with thoughts, then two without: the break lies after the first.
@@ -110,7 +116,7 @@ def test_an_empty_thought_in_the_prompt_alone(with_template):
     two = talk(tokenizer, "q", "one", "r", "two")
     assert supervised(tokenizer, two, thinking=True) == ["one<|im_end|>", "two<|im_end|>"]
     assert supervised(tokenizer, two, thinking=False) == ["two<|im_end|>"]
-    ids, _ = encode(two, tokenizer, {"thinking": False})
+    ids, _ = ids_and_mask(two, tokenizer, {"thinking": False})
     shown = "<user>q\n<assistant>one<|im_end|>\n<user>r\n<assistant><think></think>two<|im_end|>"
     assert tokenizer.decode(ids) == shown
 
@@ -143,11 +149,11 @@ def test_the_same_text_in_other_tokens_is_not_what_was_written():
     turns = (Turn("user", "q"), Turn("assistant", "ab"), Turn("user", "r"), Turn("assistant", "ab"))
     usual = Conversation("x", turns, answer_ids=((ab, end), (a, b, end)))
     assert supervised(tokenizer, usual) == ["ab<|im_end|>"] * 2
-    ids, _ = encode(usual, tokenizer, {})
+    ids, _ = ids_and_mask(usual, tokenizer, {})
     assert ids[-3:] == [a, b, end] and ab in ids[:-3]
     odd = Conversation("x", turns, answer_ids=((a, b, end), (a, b, end)))
     assert supervised(tokenizer, odd) == ["ab<|im_end|>"]  # the second prompt reads the one token
-    ids, mask = encode(odd, tokenizer, {})
+    ids, mask = ids_and_mask(odd, tokenizer, {})
     assert is_rewritten(odd, mask)
     assert ids.count(b) == 1 and ids.count(ab) == 1  # spelt out in the last answer alone
 
@@ -166,11 +172,11 @@ def test_ids_that_do_not_belong_are_refused(with_template):
     first, last = two.answer_ids
     for ids in ((last, last), (first, first), ((999,), last)):
         with pytest.raises(RowRefused, match="do not spell the answer"):
-            encode(Conversation("x", two.turns, answer_ids=ids), tokenizer, {})
+            ids_and_mask(Conversation("x", two.turns, answer_ids=ids), tokenizer, {})
     with pytest.raises(RowRefused, match="for more answers than there are"):
-        encode(Conversation("x", two.turns, answer_ids=(first, first, last)), tokenizer, {})
+        ids_and_mask(Conversation("x", two.turns, answer_ids=(first, first, last)), tokenizer, {})
     # an earlier answer's ids are of no interest where only the last turn is supervised
-    encode(Conversation("x", two.turns, answer_ids=(last, last)), tokenizer, {}, True)
+    ids_and_mask(Conversation("x", two.turns, answer_ids=(last, last)), tokenizer, {}, True)
 
 
 def test_thoughts_kept_apart_are_part_of_the_answer(with_template):
@@ -180,7 +186,7 @@ def test_thoughts_kept_apart_are_part_of_the_answer(with_template):
         turns = (Turn("user", "q"), Turn("assistant", "one", reasoning=reasoning))
         row = Conversation("x", turns, answer_ids=(ids,))
         if fine:
-            assert encode(row, tokenizer, {})[0][-len(ids) :] == list(ids)
+            assert ids_and_mask(row, tokenizer, {})[0][-len(ids) :] == list(ids)
         else:
             with pytest.raises(RowRefused, match="do not spell"):
-                encode(row, tokenizer, {})
+                ids_and_mask(row, tokenizer, {})

@@ -22,14 +22,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_twenty_kills_at_random_moments(
-    tiny_verifier: Path, prepared: PreparedData, tmp_path: Path
+    tiny_verifier: Path, prepared: PreparedData, tmp_path: Path, flatten
 ):
     cfg = RunConfig()
     cfg.run.cache = str(tmp_path / "cache")
     cfg.run.device = Device.cpu
     cfg.verifier = VerifierSection(path=str(tiny_verifier), dtype=Precision.float32)
     cfg.capture = CaptureSection(dtype=StateDtype.float32, batch_tokens=128)
-    few = replace(prepared, samples=prepared.samples[:10])  # ten shards: a capture takes 0.2 s
+    few = replace(
+        prepared, samples=flatten(prepared.samples[:10])
+    )  # ten shards: a capture takes 0.2 s
     (tmp_path / "job.pickle").write_bytes(pickle.dumps((cfg, few)))
     script = Path(__file__).with_name("kill_run.py")
     done = subprocess.run(

@@ -246,11 +246,11 @@ def large_verifier(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_memory_limit_that_the_whole_model_breaks(
-    cfg: RunConfig, prepared: PreparedData, large_verifier: Path, start_script: Callable
+    cfg: RunConfig, prepared: PreparedData, large_verifier: Path, start_script: Callable, flatten
 ):
     """Both ways in processes that may allocate 100 MB beside their imports and mapped files."""
     cfg.verifier.path = str(large_verifier)
-    some = replace(prepared, samples=prepared.samples[:4])
+    some = replace(prepared, samples=flatten(prepared.samples[:4]))
     done = start_script(LIMITED, cfg, some, [sys.executable])
     assert done.returncode == 0, done.stderr[-2000:]
     said = [line for line in done.stdout.splitlines() if line.startswith(("layers", "transf"))]

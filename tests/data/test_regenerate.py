@@ -19,6 +19,7 @@ from conf.schema import ConfigError, Device, Precision, RunConfig
 from data.dialects import RowRefused, read_row
 from data.records import Conversation, Tokenised, Turn
 from data.regenerate import regenerate
+from data.render import ChatTemplate
 from data.talks import asks_of, seed_of
 from data.template import encode, encode_prompt
 from models.verifier import Verifier
@@ -26,6 +27,11 @@ from models.verifier import Verifier
 ROOT = Path(__file__).resolve().parents[2]
 NEW = 24
 WORDS = ["cat", "a longer prompt than most", "hi", "what is this?", "0123456789 " * 4, "zz", "OK!"]
+
+
+def ids_and_mask(conversation, tokenizer, kwargs, last=False) -> tuple[list[int], list[bool]]:
+    found = encode(conversation, ChatTemplate(tokenizer, kwargs), last)
+    return found.input_ids, found.loss_mask
 
 
 def write_prompts(path: Path, prompts: list[dict]) -> str:
@@ -195,7 +201,7 @@ def test_training_reads_what_was_read_and_written(cfg: RunConfig, tmp_path: Path
     whole = 0
     for row in found:
         talk = read_row(row, "here").conversation
-        ids, mask = encode(talk, tokenizer, {})
+        ids, mask = ids_and_mask(talk, tokenizer, {})
         prompts = [encode_prompt(talk.turns[:i], tokenizer, {}) for i in (1, 3)]
         answers = [list(answer) for answer in talk.answer_ids]
         assert len(answers) == len(talk.turns) // 2
@@ -220,7 +226,7 @@ def test_an_end_token_that_is_not_special_is_no_part_of_the_text(cfg: RunConfig)
     assert ended["conversations"][1]["content"] == text[: len(ended["conversations"][1]["content"])]
     assert len(ended["conversations"][1]["content"]) == at
     conversation = read_row(ended, "here").conversation
-    assert encode(conversation, load(cfg).tokenizer, {})[0][-at - 1 :] == ended["answer_ids"]
+    assert ids_and_mask(conversation, load(cfg).tokenizer, {})[0][-at - 1 :] == ended["answer_ids"]
 
 
 def test_rows_with_tools_are_skipped(cfg: RunConfig, tmp_path: Path):

@@ -21,6 +21,7 @@ import data.chat_client as chat_client
 from conf.schema import AnswerBackend, ConfigError, JobError, RunConfig
 from data.dialects import read_row
 from data.regenerate import regenerate
+from data.render import ChatTemplate
 from data.template import encode, encode_prompt
 from models.verifier import load_tokenizer
 
@@ -41,6 +42,11 @@ class Running:
         """What was asked with ``word`` in its last question, in order of arrival."""
         found = self.stats()["asked"]
         return [one for one in found if word in one["body"]["messages"][-1]["content"]]
+
+
+def ids_and_mask(conversation, tokenizer, kwargs, last=False) -> tuple[list[int], list[bool]]:
+    found = encode(conversation, ChatTemplate(tokenizer, kwargs), last)
+    return found.input_ids, found.loss_mask
 
 
 @contextmanager
@@ -148,7 +154,7 @@ def test_every_turn_follows_the_own_answers_before_it(cfg: RunConfig, serve):
     # what training reads is what was read and written, and both answers are supervised
     tokenizer = load_tokenizer(cfg.verifier, Path(cfg.run.cache))
     conversation = read_row(row, "here").conversation
-    ids, mask = encode(conversation, tokenizer, cfg.data.template_kwargs)
+    ids, mask = ids_and_mask(conversation, tokenizer, cfg.data.template_kwargs)
     prompt = encode_prompt(conversation.turns[:-1], tokenizer, cfg.data.template_kwargs)
     assert ids == prompt + row["answer_ids"][1]
     assert sum(mask) == sum(map(len, row["answer_ids"])) and len(row["answer_ids"]) == 2
