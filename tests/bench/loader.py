@@ -80,7 +80,7 @@ def write_cache(folder: Path, args: argparse.Namespace) -> None:
     asking = torch.tensor([int(sample.loss_mask[1:].sum()) for sample in samples])
     manifest = Manifest(
         FORMAT_VERSION, "capture", "weights", "made up", "bfloat16", "prepared", "tokenizer",
-        "template", StateDtype[args.dtype].value, args.width, [2, 4, 5],
+        "template", StateDtype[args.dtype].value, args.width, [2, 4, 5], "transformers", "",
     )  # fmt: skip
     shard_folder(folder).mkdir(parents=True)
     entries = []
