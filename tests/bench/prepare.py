@@ -31,7 +31,7 @@ from conf.schema import RunConfig, VerifierSection  # noqa: E402
 from data.prepare import prepare  # noqa: E402
 from data.records import Turn  # noqa: E402
 from data.render import ChatTemplate  # noqa: E402
-from models.bundled import SMOLLM2  # noqa: E402
+from models.bundled import SMOLLM2, resolve  # noqa: E402
 from models.facts import load_tokenizer  # noqa: E402
 
 WORDS = ROOT / "data/demo/answers.jsonl"
@@ -196,6 +196,8 @@ def main() -> None:
         )
         write_atomically(Path(args.answer), json.dumps(asdict(found)))
         return
+    # Converted or fetched before anything is timed.
+    args.verifier = str(resolve(args.verifier, ROOT / "cache"))
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         args.folder = Path(folder)
         figures = measure(args)
