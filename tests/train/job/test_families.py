@@ -27,6 +27,7 @@ from conf.schema import (
     DraftSection,
     Precision,
     RunConfig,
+    StateDtype,
     VerifierSection,
 )
 from data.capture import capture
@@ -326,11 +327,11 @@ def cfg(place, section: VerifierSection, tmp_path: Path) -> RunConfig:
     cfg.verifier = section
     cfg.data.path = [str(place.folder / "answers.jsonl")]
     cfg.data.valid_share = 0.2
-    cfg.capture = CaptureSection(dtype=Precision.float32, batch_tokens=256)
+    cfg.capture = CaptureSection(dtype=StateDtype.float32, batch_tokens=256)
     cfg.draft = DraftSection(vocab_size=64)
     cfg.ttt.depth = 3
     cfg.engine.precision = Precision.float32
-    cfg.optim.batch_size, cfg.optim.micro_batch_tokens = 8, 256
+    cfg.optim.packs_per_step, cfg.optim.micro_batch_tokens = 3, 256
     return cfg
 
 
@@ -340,8 +341,9 @@ def test_prepare_capture_train_export(cfg: RunConfig, verifier: Verifier, tmp_pa
     reader = ShardReader(capture(cfg, prepared, ALONE))
     for index in range(len(reader)):  # as many states as ids and mask entries
         one = reader.read(index)
-        rows = {len(x) for x in (one.aux, one.last, one.argmax, one.lse, one.sample.loss_mask)}
-        assert rows == {len(prepared.samples[index].input_ids)}
+        ids, mask = prepared.samples[index].input_ids, prepared.samples[index].loss_mask
+        assert len(one.aux) == len(one.sample.loss_mask) == len(ids)
+        assert {len(x) for x in (one.last, one.argmax, one.lse)} == {int(mask[1:].sum())}
     module = build(cfg, prepared, reader, CPU)
     losses = train(cfg, module, TrainLoader(reader, cfg.optim, cfg.ttt, 0, ALONE))
     assert losses[-1] < 0.9 * losses[0]
