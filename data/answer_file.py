@@ -1,13 +1,15 @@
 """The file of regenerated answers: its lines, and how an interrupted run goes on.
 
 Three files: ``X.jsonl`` is the result, written whole at the end; ``X.jsonl.partial.jsonl`` grows by
-one synced write a batch; ``X.jsonl.meta.json`` says with what settings they are made.
+one synced write a batch; ``X.jsonl.meta.json`` says with what settings they are made. A hidden
+fourth, ``.X.jsonl.lock``, keeps a second run out.
 """
 
+import fcntl
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from conf.runtime import fingerprint, sync_folder, write_atomically
 from conf.schema import ConfigError
 from data.records import Turn
-from data.sources import Source
+from data.sources import DataFile, Source
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ def refuse_other_arguments(files: Sequence[Source], template_kwargs: dict[str, A
     Known of a file as long as its .meta.json lies beside it.
     """
     for file in files:
-        if not isinstance(file, Path):
+        if not isinstance(file, DataFile):
             continue
-        made_with = setting_of(file, "data.template_kwargs")
+        made_with = setting_of(file.path, "data.template_kwargs")
         if made_with is not None and made_with != template_kwargs:
             raise ConfigError(
                 f"data.template_kwargs={json.dumps(template_kwargs)}: the answers in {file} were "
@@ -111,6 +113,24 @@ class AnswerFile:
                     f"{key}={now}; {way_out}"
                 )
 
+    @contextmanager
+    def sole_writer(self) -> Iterator[None]:
+        """Keep another run out of these files. The system frees the lock however this one ends.
+
+        Raises ConfigError when one is in, or was and used other settings.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_name(f".{self.path.name}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"regenerate.output={self.path}: another process is writing to it; wait for "
+                    "its end, or choose another regenerate.output"
+                ) from None
+            self._refuse_others()
+            yield
+
     def start(self) -> set[str]:
         """Note the settings; ids of the answers an earlier run has left. A torn line is dropped."""
         self._note()
@@ -141,13 +161,14 @@ class AnswerFile:
         with self.partial.open(encoding="utf-8", newline="\n") as file:
             return {json.loads(line)["id"]: line for line in file}
 
-    def finish(self, order: list[str], left_out: dict[str, int]) -> None:
+    def finish(self, order: list[str], left_out: dict[str, int], changed: dict[str, int]) -> None:
         """Write the result, answers in ``order``, and remove the partial file.
 
-        ``left_out``: how many prompts and answers are missing, by reason; kept with the settings.
+        Kept with the settings: ``left_out``, how many prompts and answers are missing, by reason,
+        and ``changed``, how many prompts and answers of this run are not as asked for.
         """
         lines = self._lines()
-        self._note({"left_out": left_out})
+        self._note({"left_out": left_out, "changed": changed})
         write_atomically(self.path, "".join(lines[name] for name in order))
         self.partial.unlink(missing_ok=True)
 

@@ -16,7 +16,7 @@ from data.render import ChatTemplate, Span, Turns
 NO_CALL = "the template leaves out a tool call"
 UNSTABLE = "the template writes other text around other answers"
 SLACK = 64  # characters that may go before the calls in place of the thoughts
-MARK = "\ue0a8"  # private-use character that stands for an answer
+STAND_IN = "\ue0a8"  # private-use character that stands for an answer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def bare(text: str, template: ChatTemplate) -> str:
 
 def call_span(full: str, answer: Turn, before: Before, template: ChatTemplate) -> Span:
     """The span in ``full`` of an answer with calls, its end of turn included."""
-    header = template.whole((*before.turns, Turn("assistant", MARK))).partition(MARK)[0]
+    header = template.whole((*before.turns, Turn("assistant", STAND_IN))).partition(STAND_IN)[0]
     written = as_generated(answer, before, header, template)
     start = opening(full, before, template)
     # The first call from here on is the answer's: a user may have written the same one before.

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 import httpx
 
-from conf.schema import JobError, RunConfig
+from conf.schema import ConfigError, JobError, RunConfig
 from data.dialects import RowRefused
 from data.records import Turn
 from data.render import messages
+from data.turns import refuse_broken
 from models.sampling import Sampling
 
 Result = TypeVar("Result")
@@ -59,7 +60,7 @@ class ChatClient:
         self.answers = 0
         key = os.environ[self.section.api_key_env] if self.section.api_key_env else ""
         self.http = httpx.AsyncClient(
-            base_url=(self.section.base_url or "").rstrip("/") + "/",
+            base_url=address_of(self.section.base_url or ""),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(self.section.timeout, connect=CONNECT),
             limits=httpx.Limits(max_connections=self.section.concurrency),
@@ -162,6 +163,16 @@ class ChatClient:
         return JobError(f"regenerate.base_url={self.section.base_url}: {what}; {way_out}")
 
 
+def address_of(text: str) -> httpx.URL:
+    """Raises ConfigError for what begins as an address and is none."""
+    try:
+        return httpx.URL(text.rstrip("/") + "/")
+    except httpx.InvalidURL as error:
+        raise ConfigError(
+            f"regenerate.base_url={text}: is no address ({error}); write it as http://HOST:PORT/v1"
+        ) from error
+
+
 def wire(message: dict[str, Any]) -> dict[str, Any]:
     """vLLM reads thoughts under a name of its own."""
     thoughts = message.get("reasoning_content")
@@ -173,8 +184,9 @@ def models_of(body: Any) -> list[str]:
 
 
 def reply_of(body: Any) -> Reply:
-    """Read a chat completion. Raises RowRefused for a tool call or an answer held back, and
-    KeyError, IndexError, TypeError or ValueError for what is no finished answer."""
+    """Read a chat completion. Raises RowRefused for a tool call, an answer held back and one of
+    broken characters, and KeyError, IndexError, TypeError or ValueError for what is no
+    finished answer."""
     choice = body["choices"][0]
     message = choice["message"]
     finish = choice["finish_reason"]
@@ -202,6 +214,7 @@ def text_of(value: object) -> str:
         return ""
     if not isinstance(value, str):
         raise TypeError("content is no text")
+    refuse_broken(value)
     return value
 
 

@@ -49,7 +49,7 @@ class SampleBlock:
     greedy: NDArray[np.uint8]  # [s]
     source: NDArray[np.int64]  # [s] which entry of data.path
     digest: NDArray[np.int64]  # [s] of tokens and mask
-    prompt: NDArray[np.int64]  # [s] of the tokens before the first answer
+    prompt: NDArray[np.int64]  # [s] of prompt_of
     base: NDArray[np.int64]  # [s] of the conversation's id
     place: NDArray[np.float64]  # [s] where that id falls in [0, 1)
 
@@ -116,7 +116,7 @@ class Encoder:
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """Read, mark, tokenise and cut the rows; one that gives no sample leaves its reason."""
-        readings = [taken(read_one(row), chunk.weight) for row in chunk.rows]
+        readings = [weighed(read_one(row), chunk.weight) for row in chunk.rows]
         talks = [one.conversation for one in readings if isinstance(one, Reading)]
         results = iter(encode_all(talks, self.template, self.data.last_turn_only))
         outcomes: list[Outcome] = []
@@ -136,7 +136,7 @@ class Encoder:
             changes = [*reading.changes, *result.changes]
             if changes or notes:
                 outcomes.append(Outcome(number, row.where, "", tuple(changes), tuple(notes)))
-        samples = joined(made, chunk.source)
+        samples = block_of(made, chunk.source)
         return EncodedChunk(chunk.source, len(chunk.rows), samples, rows, outcomes)
 
     def finished(
@@ -177,13 +177,13 @@ def refused(number: int, row: Row, refusal: RowRefused, notes: list[str]) -> Out
     return Outcome(number, row.where, refusal.reason, (), tuple(told))
 
 
-def taken(reading: Reading | RowRefused, weight: float) -> Reading | RowRefused:
+def weighed(reading: Reading | RowRefused, weight: float) -> Reading | RowRefused:
     if isinstance(reading, Reading) and not is_taken(reading.conversation.id, weight):
         return RowRefused(NOT_TAKEN)
     return reading
 
 
-def joined(made: list[Made], source: int) -> SampleBlock:
+def block_of(made: list[Made], source: int) -> SampleBlock:
     ids = [one.id.encode("utf-8", "surrogatepass") for one in made]
     bases = [base_id(one.id) for one in made]
     copied = [digest_of(one.tokens.tobytes() + one.mask.tobytes()) for one in made]
@@ -196,9 +196,15 @@ def joined(made: list[Made], source: int) -> SampleBlock:
         greedy=np.array([one.greedy for one in made], np.uint8),
         source=np.full(len(made), source, np.int64),
         digest=np.array(copied, np.int64),
-        prompt=np.array([prompt_digest(one.tokens[: one.mask.argmax()]) for one in made], np.int64),
+        prompt=np.array([prompt_digest(prompt_of(one)) for one in made], np.int64),
         base=np.array(
             [digest_of(base.encode("utf-8", "surrogatepass")) for base in bases], np.int64
         ),
         place=np.array([place(base) for base in bases], np.float64),
     )
+
+
+def prompt_of(one: Made) -> NDArray[np.int32]:
+    """The tokens before the first answer. All of them where the answer begins with the first: rows
+    of token ids that have no prompt are not of one prompt."""
+    return one.tokens[: one.mask.argmax() or len(one.tokens)]

@@ -35,12 +35,12 @@ def states_from(
     found: dict[int, SampleStates] = {}
     for places in batches([len(sample.input_ids) for sample in samples], batch_tokens):
         some, theirs = [samples[i] for i in places], [streams[i] for i in places]
-        states = BatchStates.of(verifier, some, joined(verifier, some, theirs), dtype)
+        states = BatchStates.of(verifier, some, as_batch(verifier, some, theirs), dtype)
         found.update(zip(places, states.arrived(), strict=True))
     return [found[place] for place in range(len(samples))]
 
 
-def joined(
+def as_batch(
     verifier: Verifier, samples: list[TokenizedSample], streams: list[Tensor]
 ) -> VerifierStates:
     """As one right-padded batch: aux [B, T, A*D] and the last state after the final norm."""
@@ -72,7 +72,7 @@ def check_streams(
     ids, real = padded(probe)
     ids, real = ids.to(verifier.device), real.to(verifier.device)
     cut = [rows[: len(p.input_ids)] for rows, p in zip(streams(samples), probe, strict=True)]
-    ours = joined(verifier, probe, cut)
+    ours = as_batch(verifier, probe, cut)
     theirs = verifier.model(input_ids=ids, use_cache=False, output_hidden_states=True)
     facts = verifier.facts
     known = [rows[real].float() for rows in theirs.hidden_states[:-1]]  # [N, D], n = 0..L-1

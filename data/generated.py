@@ -18,7 +18,6 @@ from data.dialects import RowRefused
 from data.records import Conversation, Turn
 
 FOREIGN = "answer_ids do not spell the answer"
-TOO_MANY = "answer_ids for more answers than there are"
 REWRITTEN = "history rewritten by the template: only the answers after it are supervised"
 
 
@@ -31,14 +30,13 @@ def encode_generated(
     """The last prompt and answer, and the mask of the answers in it whose ids are known.
 
     ``prompt_of``: the ids with which a verifier is asked to go on after some turns. Answers without
-    ids are not supervised, they are not known to be the verifier's. Raises RowRefused for ids that
-    do not spell the row's text, as another verifier's would not.
+    ids are not supervised, they are not known to be the verifier's; data.dialects sees to
+    it that there are no ids without an answer. Raises RowRefused for ids that do not spell the
+    row's text, as another verifier's would not.
     """
     turns = conversation.turns
     known = conversation.answer_ids[-1:] if last_turn_only else conversation.answer_ids
     places = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
-    if len(known) > len(places):
-        raise RowRefused(TOO_MANY)
     ids: list[int] = []
     mask: list[bool] = []
     for place, answer in zip(places[-len(known) :], known, strict=True):

@@ -11,7 +11,7 @@ def messages(turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
     """The turns as chat templates expect them, arguments of calls as objects.
 
     Calls get ids of nine characters, which some templates insist on, in the order of the calls;
-    results take them in the same order.
+    results take them in the same order. A call without a result keeps its own.
     """
     listed: list[dict[str, Any]] = []
     made = answered = 0
@@ -22,6 +22,7 @@ def messages(turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
         if turn.name:
             message["name"] = turn.name
         if turn.calls:
+            answered = made
             message["tool_calls"] = [
                 tool_call(call, made + number) for number, call in enumerate(turn.calls)
             ]

@@ -28,7 +28,7 @@ from data.prepare_report import say_summary
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.rows import Row
-from data.sources import FileDigest, RowLog, Source, digest, find_files, read_rows
+from data.sources import FileDigest, RowLog, Source, digest, find_entries, read_rows
 from data.spans import TEMPLATE_REASONS
 from data.split import copies, split
 from data.workers import encode_chunks
@@ -70,7 +70,7 @@ class Inputs:
         return Provenance(
             fingerprint(FORMAT, chosen, contents, tokenizer, template, self.vocab_size),
             path=list(self.section.path),
-            template=self.template.origin,
+            template=self.template.location,
             template_hash=template,
             template_kwargs=self.section.template_kwargs,
             tokenizer_hash=tokenizer,
@@ -107,7 +107,7 @@ def make(cfg: RunConfig, inputs: Inputs, made_with: Provenance) -> None:
         chosen = choose(columns, cfg.data, log)
         if not chosen.held_out.any():
             raise ConfigError(
-                f"data.path={joined(inputs)}: all {len(chosen.held_out)} samples are answers "
+                f"data.path={paths_of(inputs)}: all {len(chosen.held_out)} samples are answers "
                 "to one prompt or parts of one conversation, so none can be held out; give "
                 "conversations of two ids or more"
             )
@@ -148,7 +148,7 @@ def gather(cfg: RunConfig) -> Inputs:
     vocab_size = load_facts(cfg.verifier, cache).vocab_size
     refuse_larger_tokenizer(tokenizer, vocab_size)
     weights = cfg.data.weights or [1.0] * len(cfg.data.path)
-    found = [find_files([path]) for path in cfg.data.path] or [find_files([])]
+    found = find_entries(cfg.data.path)
     entries = [
         Entry(path, weight, files, [digest(file) for file in files])
         for path, weight, files in zip(cfg.data.path, weights, found, strict=True)
@@ -179,7 +179,7 @@ def refuse_larger_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int)
         )
 
 
-def joined(inputs: Inputs) -> str:
+def paths_of(inputs: Inputs) -> str:
     return ",".join(inputs.section.path)
 
 
@@ -220,7 +220,7 @@ def some_rows(files: list[Source]) -> Iterator[list[Row]]:
     for file in files:
         for row in read_rows(file):
             rows.append(row)
-            size += len(row.raw)
+            size += row.size
             if len(rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
                 yield rows
                 rows, size = [], 0
@@ -262,12 +262,12 @@ def no_sample(inputs: Inputs, log: RowLog) -> ConfigError:
     if any(reason in TEMPLATE_REASONS for reason in log.skipped):
         return ConfigError(
             f"verifier.path={inputs.tokenizer.name_or_path}: its chat template "
-            f"{inputs.template.origin} yields no supervised token in {log.rows_in} rows "
+            f"{inputs.template.location} yields no supervised token in {log.rows_in} rows "
             f"({log.reasons()}); give it a template that writes every answer as it stands"
         )
     reasons = log.reasons() or "the files are empty"
     return ConfigError(
-        f"data.path={joined(inputs)}: no usable row ({reasons}); a row is a JSON object with "
+        f"data.path={paths_of(inputs)}: no usable row ({reasons}); a row is a JSON object with "
         '"messages" of "role" and "content", and ends with an answer'
     )
 

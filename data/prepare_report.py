@@ -5,18 +5,15 @@ from pathlib import Path
 import numpy as np
 
 from conf.runtime import say
-from conf.schema import RunConfig
+from conf.schema import ConfigError, RunConfig
 from data.corpus import Facts, read_facts
-from data.dialects import RowRefused, read_row
-from data.records import Conversation, PreparedData
+from data.dialects import RowRefused
+from data.eval_prompts import EvalPrompt, read_prompts
+from data.records import PreparedData
 from data.render import ChatTemplate
-from data.sources import find_files, read_rows
 from data.split import prompt_digest
 from data.template import encode_prompt
 from models.vocab import DraftVocab, draft_vocab_size
-
-TURN_KEYS = ("conversations", "messages", "turns")
-USER = ("user", "human")
 
 
 def say_summary(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) -> None:
@@ -34,7 +31,9 @@ def say_summary(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) 
             f"  all samples hang together by their prompts: {facts.overlap:,} held-out ones have "
             "a prompt that is trained on"
         )
-    say_vocabulary(cfg, prepared)
+    size = draft_vocab_size(cfg.draft, prepared.token_counts.numel())
+    vocab = DraftVocab.from_counts(prepared.token_counts, size)
+    say(f"  {vocabulary_line(prepared, vocab)}")
     say_overlap(cfg, prepared, template)
     say(f"  in {prepared.folder}")
 
@@ -57,16 +56,15 @@ def say_rows(facts: Facts) -> None:
             )
 
 
-def say_vocabulary(cfg: RunConfig, prepared: PreparedData) -> None:
-    total = prepared.token_counts.numel()
-    size = draft_vocab_size(cfg.draft, total)
-    vocab = DraftVocab.from_counts(prepared.token_counts, size)
+def vocabulary_line(prepared: PreparedData, vocab: DraftVocab) -> str:
+    """How much of the labels the draft vocabulary holds."""
+    total, size = vocab.t2d.numel(), vocab.d2t.numel()
     seen = int((prepared.token_counts > 0).sum())
     training = vocab.coverage(prepared.token_counts)
     held_out = vocab.coverage(prepared.held_out_counts)
     unseen = f", {size - seen:,} of them never seen there" if seen < size else ""
-    say(
-        f"  draft vocabulary: {size:,} of {total:,} tokens cover {training:.1%} of the training "
+    return (
+        f"draft vocabulary: {size:,} of {total:,} tokens cover {training:.1%} of the training "
         f"labels and {held_out:.1%} of the held-out ones{unseen}"
     )
 
@@ -74,41 +72,35 @@ def say_vocabulary(cfg: RunConfig, prepared: PreparedData) -> None:
 def say_overlap(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) -> None:
     """How many prompts of ``eval.prompts`` are training prompts, token for token.
 
-    Told at every call and not stored: the prepared data does not depend on eval.prompts.
+    The first turn of each counts. Told at every call and not stored: the prepared data does not
+    depend on eval.prompts. Files that the evaluation itself will refuse are only counted here.
     """
     there = [path for path in cfg.eval.prompts if Path(path).expanduser().is_file()]
     if not there:
         return
     asked: list[int] = []
-    unread = 0
-    for file in find_files(there, "eval.prompts"):
-        for row in read_rows(file):
+    files = rows = 0
+    for path in there:
+        try:
+            found = read_prompts([path])
+        except ConfigError:
+            files += 1
+            continue
+        rows += sum(found.skipped.reasons.values())
+        for prompt in found.prompts:
             try:
-                turns = read_row(first_turn(row.decode()), row.where, prompts=True)
-                asked.append(digest_of_prompt(turns.conversation, template))
+                asked.append(digest_of_first(prompt, template))
             except RowRefused:
-                unread += 1
+                rows += 1
     training = prepared.samples.prompts[~prepared.samples.held_out].numpy()
-    found = int(np.isin(np.array(asked, np.int64), training).sum())
-    more = f" ({unread:,} rows not compared)" if unread else ""
-    say(f"  eval.prompts: {found:,} of {len(asked):,} are training prompts{more}")
+    hits = int(np.isin(np.array(asked, np.int64), training).sum())
+    left = [f"{n:,} {name}" for n, name in ((rows, "rows"), (files, "files")) if n]
+    more = f" ({' and '.join(left)} not compared)" if left else ""
+    say(f"  eval.prompts: {hits:,} of {len(asked):,} are training prompts{more}")
 
 
-def first_turn(value: object) -> object:
-    """A record of a prompt file, cut after its first user turn.
-
-    There all user turns may follow one another, or stand as texts below ``turns``.
-    """
-    if not isinstance(value, dict):
-        return value
-    listed = next((value[key] for key in TURN_KEYS if isinstance(value.get(key), list)), [])
-    turns = [
-        {"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in listed
-    ]
-    asks = [isinstance(turn, dict) and turn.get("role", turn.get("from")) in USER for turn in turns]
-    return {**value, "messages": turns[: asks.index(True) + 1] if True in asks else turns}
-
-
-def digest_of_prompt(talk: Conversation, template: ChatTemplate) -> int:
+def digest_of_first(prompt: EvalPrompt, template: ChatTemplate) -> int:
     """The digest of what the verifier reads before its first answer."""
-    return prompt_digest(encode_prompt(talk.turns, template.tokenizer, template.kwargs))
+    first = next(i for i, turn in enumerate(prompt.turns) if turn.role == "user")
+    turns = prompt.turns[: first + 1]
+    return prompt_digest(encode_prompt(turns, template.tokenizer, template.kwargs))

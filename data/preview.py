@@ -17,6 +17,7 @@ from conf.schema import ConfigError, RunConfig
 from data.corpus import read_facts
 from data.origin import find_agreement
 from data.prepare import prepare
+from data.prepare_report import vocabulary_line
 from data.preview_page import PageWriter
 from data.records import PreparedData, TokenizedSample
 from models.verifier import load_tokenizer
@@ -58,22 +59,19 @@ def figures(cfg: RunConfig, prepared: PreparedData, vocab: DraftVocab) -> list[s
     """Lines about all of the samples."""
     lengths = prepared.samples.lengths.tolist()
     supervised = int(prepared.samples.mask.sum())
-    training = vocab.coverage(prepared.token_counts)
-    held_out = vocab.coverage(prepared.held_out_counts)
     return [
-        *origin(cfg, prepared),
+        *row_lines(cfg, prepared),
         "",
         f"tokens a sample ({len(lengths):,} samples, {sum(lengths):,} tokens)",
         *histogram(lengths),
         "",
         f"supervised: {supervised:,} tokens, {supervised / sum(lengths):.1%} of all",
         agreement_line(cfg, prepared),
-        f"draft vocabulary: {vocab.d2t.numel():,} of {vocab.t2d.numel():,} tokens cover "
-        f"{training:.1%} of the training labels and {held_out:.1%} of the held-out ones",
+        vocabulary_line(prepared, vocab),
     ]
 
 
-def origin(cfg: RunConfig, prepared: PreparedData) -> list[str]:
+def row_lines(cfg: RunConfig, prepared: PreparedData) -> list[str]:
     """Where the samples are from, and what became of the rows that are none."""
     rows, made = prepared.skipped, read_facts(prepared.folder).made_with
     held_out = int(prepared.samples.held_out.sum())

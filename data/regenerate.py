@@ -1,6 +1,7 @@
 """Prompts -> the verifier's own answers: data on which a draft head learns what it will meet."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,6 +164,27 @@ def regenerate(cfg: RunConfig) -> Path:
     if file.finished:
         say(f"{file.path}: is finished with these settings, {len(jobs)} answers")
         return file.path
+    with file.sole_writer():
+        tally = fill(file, cfg, tokenizer, jobs, model)
+        order = [job.id for job in jobs if job.id not in tally.refused]
+        left_out = total(log.skipped, tally.log.skipped)
+        file.finish(order, left_out, total(log.changed, tally.log.changed))
+    return file.path
+
+
+def total(*counts: dict[str, int]) -> dict[str, int]:
+    """Counts by reason, added up: prompts and answers may be left out for one reason."""
+    return dict(sum(map(Counter, counts), Counter()))
+
+
+def fill(
+    file: AnswerFile,
+    cfg: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    jobs: list[Job],
+    model: str | None,
+) -> Tally:
+    """Have the answers made that are not in ``file``. Raises JobError when there is none at all."""
     done = file.start()
     size = cfg.regenerate.batch_size if model is None else 1
     todo = [b for b in batches_of(jobs, size) if not all(job.id in done for job in b)]
@@ -178,9 +200,7 @@ def regenerate(cfg: RunConfig) -> Path:
             f"regenerate.prompts={list(cfg.regenerate.prompts)}: no prompt got an answer "
             f"({tally.log.reasons()}); give other prompts, or another verifier"
         )
-    order = [job.id for job in jobs if job.id not in tally.refused]
-    file.finish(order, log.skipped | tally.log.skipped)
-    return file.path
+    return tally
 
 
 def in_batches(cfg: RunConfig, batches: list[list[Job]], file: AnswerFile) -> Iterator[Talk]:

@@ -13,14 +13,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.schema import ConfigError
-from data.dialects import RowRefused
+from data.dialects import NO_TOOLS, RowRefused
 from data.messages import calls_of, messages, shows_python, with_text_arguments
 from data.records import Turn
 
 Turns = tuple[Turn, ...]
 Span = tuple[int, int]  # of characters: the first, and the one after the last
 REFUSED = "refused by the chat template"
-NO_TOOLS = "the tools are no list of schemas"
 MANY = 64  # lists of tools whose renders are kept at hand
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template can raise on turns it was not written for: its own refusal, or Python's errors.
@@ -153,7 +152,7 @@ class ChatTemplate:
         return next((word for word in words if text.endswith(word)), "")
 
     @property
-    def origin(self) -> str:
+    def location(self) -> str:
         """Where a person finds the template."""
         folder = Path(self.tokenizer.name_or_path)
         name = "chat_template.jinja"

@@ -18,6 +18,7 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 BOM = b"\xef\xbb\xbf"
 BLOCK = 1 << 20
 LONGEST = 1 << 28  # bytes of one row: beyond it is no conversation, but a file that lost its ends
+NUMBER = 8  # bytes of one, about
 UNPARSABLE = "unparsable JSON"
 TOO_LONG = "row longer than 256 MiB"
 CUT_ARRAY = "array cut off or broken: all that follows is lost"
@@ -39,6 +40,11 @@ class Row:
     value: object = None  # counts where raw is empty
     broken: str = ""  # why there is no record
 
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return len(self.raw) or size_of(self.value)
+
     def decode(self) -> object:
         """The record's value. Raises RowRefused where there is none."""
         if self.broken:
@@ -53,6 +59,18 @@ class Row:
             raise  # a ValueError too
         except (ValueError, RecursionError) as error:
             raise RowRefused(UNPARSABLE) from error
+
+
+def size_of(value: object) -> int:
+    """Of a decoded value as text, about; not all numbers of a list are looked at."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + size_of(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        plain = not value or isinstance(value[0], int | float)
+        return NUMBER * len(value) if plain else sum(map(size_of, value))
+    return NUMBER
 
 
 def whole(pairs: list) -> dict:
@@ -77,22 +95,24 @@ def open_text(file: Path) -> BinaryIO:
     return io.BufferedReader(cast(io.RawIOBase, pyarrow.input_stream(str(file), compression=codec)))
 
 
-def text_rows(file: Path, array: bool) -> Iterator[Row]:
+def text_rows(file: Path, array: bool, name: str = "") -> Iterator[Row]:
     """The rows of a text file; with ``array`` it may hold a JSON array, as its start tells.
 
-    Raises OSError when nothing of it can be read.
+    They are told apart by ``name``, or by the file's own. Raises OSError when nothing of it can be
+    read.
     """
+    name = name or file.name
     number = 0
     try:
         splits = array_rows if array and not holds_lines(file) else line_rows
         with open_text(file) as stream:
-            for row in splits(stream, file.name):
+            for row in splits(stream, name):
                 number += 1
                 yield row
     except OSError:
         if not number or file.suffix.lower() not in COMPRESSED:
             raise
-        yield Row(f"{file.name}:row {number + 1}", broken=CUT_STREAM)
+        yield Row(f"{name}:row {number + 1}", broken=CUT_STREAM)
 
 
 def start_of(file: Path) -> bytes:
@@ -102,14 +122,27 @@ def start_of(file: Path) -> bytes:
 
 
 def holds_lines(file: Path) -> bool:
-    """Whether a .json file is jsonl under another name: its first line is a whole object."""
+    """Whether a .json file is jsonl under another name: its first line is a whole object, or its
+    second where the first is broken."""
     with open_text(file) as stream:
         start = first_bytes(stream)
-        if not start.startswith(b"{"):
+        if start.startswith(b"["):
             return False  # an array may well be one line: not to be read for this
-        line, end, _ = start.partition(b"\n")
+        first, end, rest = start.partition(b"\n")
         if not end:
-            line += stream.readline(LONGEST)
+            first += stream.readline(LONGEST)
+        if is_object(first):
+            return True
+        second, end, _ = rest.partition(b"\n")
+        if not end:
+            second += stream.readline(LONGEST)
+    return is_object(second)
+
+
+def is_object(line: bytes) -> bool:
+    line = line.strip()
+    if not line.startswith(b"{"):
+        return False
     try:
         Row("", line).decode()
     except RowRefused as refusal:

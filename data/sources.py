@@ -5,11 +5,12 @@ stops the job. A file that cannot be opened at all does, with a ConfigError that
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conf.runtime import say
+from conf.runtime import note_once, say
 from conf.schema import HUB, ConfigError
 from data.dialects import Reading, RowRefused, read_row
 from data.records import Conversation, Skipped
@@ -27,7 +28,26 @@ FOREIGN = {  # how a file begins that is no plain text, and what to do about it
     b"\x28\xb5\x2f\xfd": "the file is compressed; let its name end with .zst as well",
     b"PAR1\x15": "the file is a parquet table; let its name end with .parquet",
 }
-Source = Path | HubSplit
+COMPANIONS = (".meta.json", ".partial.jsonl")  # of data.regenerate's files, beside the answers
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file, and what its rows are named by that bring no id."""
+
+    path: Path
+    name: str  # the path inside the folder that was given
+    knob: str = "data.path"
+
+    @classmethod
+    def alone(cls, path: Path) -> "DataFile":
+        return cls(path, path.name)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+Source = DataFile | HubSplit
 
 
 @dataclass
@@ -84,10 +104,16 @@ class RowLog:
 
 
 def find_files(paths: list[str], knob: str = "data.path") -> list[Source]:
-    """The sources behind ``paths``, folders expanded in the order of their names.
+    """The sources behind ``paths``, one entry after the other; raises as ``find_entries``."""
+    return [source for entry in find_entries(paths, knob) for source in entry]
 
-    Raises ConfigError for a path that does not exist, a folder without data, an extension that is
-    not read, an empty file, and an empty list.
+
+def find_entries(paths: list[str], knob: str = "data.path") -> list[list[Source]]:
+    """The sources behind each of ``paths``, folders expanded in the order of their names.
+
+    No two files share a name. A further entry changes none of those before it, and files that are
+    moved with their folder keep theirs. Raises ConfigError for a path that does not exist, a folder
+    without data, an extension that is not read, an empty file, and an empty list.
     """
     maker = (
         "" if knob.startswith("regenerate") else "make one with python -m data.regenerate, then "
@@ -95,71 +121,107 @@ def find_files(paths: list[str], knob: str = "data.path") -> list[Source]:
     remedy = f"{maker}give {knob}=FILE.jsonl"
     if not paths:
         raise ConfigError(f"{knob}=[]: names no conversation file; {remedy}")
-    found: list[Source] = []
-    for name in paths:
+    entries: list[list[Source]] = []
+    named: dict[str, Path] = {}
+    for number, name in enumerate(paths, 1):
         if name.startswith(HUB):
-            found.append(hub_split(name, knob))
+            entries.append([hub_split(name, knob)])
             continue
         path = Path(name).expanduser()
-        inside = [file for file in sorted(path.rglob("*")) if is_data(file, path)]
-        if path.is_dir() and not inside:
-            raise ConfigError(
-                f"{knob}={name}: the folder holds no {', '.join(EXTENSIONS)} file; {remedy}"
-            )
         if not path.exists():
             raise ConfigError(f"{knob}={name}: no such file or folder; {remedy}")
-        if not path.is_dir() and not kind_of(path):
-            raise ConfigError(
-                f"{knob}={name}: the extension {path.suffix or '(none)'} is not read; rename the "
-                f"file to one of {', '.join(EXTENSIONS)}"
-            )
-        for file in inside or [path]:
-            refuse_useless(file, knob)
-            found.append(file)
-    return found
+        if path.is_dir():
+            files, folder = files_inside(path, knob), path
+            if not files:
+                raise ConfigError(
+                    f"{knob}={name}: the folder holds no {', '.join(EXTENSIONS)} file with a row "
+                    f"in it; {remedy}"
+                )
+        else:
+            files, folder = [single(path, knob)], path.parent
+        entry: list[Source] = []
+        for file in files:
+            inner = file.relative_to(folder).as_posix()
+            if named.setdefault(inner, file.resolve()) != file.resolve():
+                inner = f"{inner}@{number}"  # as no file that is read can be called
+            entry.append(DataFile(file, inner, knob))
+        entries.append(entry)
+    return entries
 
 
-def refuse_useless(file: Path, knob: str) -> None:
-    """Raise ConfigError for a file without a row to read, before anything is made of the others."""
+def files_inside(folder: Path, knob: str) -> list[Path]:
+    """The files of a folder that are read; what is left out, hidden files apart, is said."""
+    there = [file for file in sorted(folder.rglob("*")) if is_shown(file, folder)]
+    data = [file for file in there if is_data(file)]
+    full = [file for file in data if not is_empty(file, knob)]
+    unread = Counter(ending_of(file) for file in there if not is_data(file))
+    if unread:
+        kinds = ", ".join(f"{count} x {ending}" for ending, count in sorted(unread.items()))
+        note_once(f"{knob}={folder}: left out, as not of a kind that is read: {kinds}")
+    if len(full) < len(data):
+        first = min(set(data) - set(full))
+        note_once(f"{knob}={folder}: {len(data) - len(full)} empty files skipped (first: {first})")
+    return full
+
+
+def single(path: Path, knob: str) -> Path:
+    """A file that was named by itself. Raises ConfigError for one that gives no row."""
+    if not kind_of(path):
+        raise ConfigError(
+            f"{knob}={path}: the extension {path.suffix or '(none)'} is not read; rename the "
+            f"file to one of {', '.join(EXTENSIONS)}"
+        )
+    if is_empty(path, knob):
+        raise ConfigError(f"{knob}={path}: the file is empty; delete it or write it anew")
+    return path
+
+
+def is_empty(file: Path, knob: str) -> bool:
+    """Whether there is nothing to read, found before anything is made of the others.
+
+    Raises ConfigError for a file that cannot be read or is of another kind than its name says.
+    """
     try:
         if kind_of(file) == ".parquet":
-            start = b"" if file.stat().st_size == 0 else b"PAR1"  # reading it checks the rest
-        else:
-            start = start_of(file)
+            return file.stat().st_size == 0  # reading it checks the rest
+        start = start_of(file)
     except OSError as error:
-        raise unreadable(file, error) from error
-    if not start:
-        raise ConfigError(f"{knob}={file}: the file is empty; delete it or write it anew")
+        raise unreadable(DataFile(file, file.name, knob), error) from error
     for mark, remedy in FOREIGN.items():
         if start.startswith(mark):
             raise ConfigError(f"{knob}={file}: {remedy}")
+    return not start
 
 
-def is_data(file: Path, folder: Path) -> bool:
-    """Whether a file inside a folder is read: its extension is known and no part is hidden."""
+def is_shown(file: Path, folder: Path) -> bool:
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return file.is_file() and not hidden and kind_of(file) != ""
+    return file.is_file() and not hidden
+
+
+def ending_of(file: Path) -> str:
+    known = next((ending for ending in COMPANIONS if file.name.endswith(ending)), "")
+    return known or file.suffix or "(none)"
+
+
+def is_data(file: Path) -> bool:
+    """Whether a file inside a folder is read."""
+    return kind_of(file) != "" and not file.name.endswith(COMPANIONS)
 
 
 def read_conversations(
-    files: list[Source], log: RowLog, max_samples: int | None = None, prompts: bool = False
+    files: list[Source], log: RowLog, prompts: bool = False
 ) -> Iterator[Conversation]:
     """Yield the conversations of ``files`` in order; ``log`` keeps count.
 
-    Stops at ``max_samples`` of them, those withdrawn in between not counted. With ``prompts`` a
-    row needs a user turn and no answer, and its turns are kept to the last user turn.
+    With ``prompts`` a row needs a user turn and no answer, and its turns are kept to the last user
+    turn.
     """
-    if max_samples is not None and max_samples < 1:
-        return
     for file in files:
         for row in read_rows(file):
             reading = read_one(row, prompts)
             log.count(reading, row.where)
-            if isinstance(reading, RowRefused):
-                continue
-            yield reading.conversation
-            if log.rows_out == max_samples:
-                return
+            if isinstance(reading, Reading):
+                yield reading.conversation
 
 
 def read_one(row: Row, prompts: bool = False) -> Reading | RowRefused:
@@ -178,19 +240,21 @@ def read_rows(source: Source) -> Iterator[Row]:
     if isinstance(source, HubSplit):
         yield from hub_rows(source)
         return
-    kind = kind_of(source)
+    kind = kind_of(source.path)
     try:
         if kind == ".parquet":
-            yield from parquet_rows(source)
+            yield from parquet_rows(source.path, source.name, source.knob)
         else:
-            yield from text_rows(source, array=not kind.startswith(".jsonl"))
+            yield from text_rows(source.path, not kind.startswith(".jsonl"), source.name)
     except OSError as error:
         raise unreadable(source, error) from error
 
 
-def unreadable(file: Path, error: OSError) -> ConfigError:
+def unreadable(file: DataFile, error: OSError) -> ConfigError:
     reason = error.strerror or words(error)
-    return ConfigError(f"{file}: cannot be read ({reason}); write it anew or leave it out")
+    return ConfigError(
+        f"{file.knob}={file}: cannot be read ({reason}); write it anew or leave it out"
+    )
 
 
 def kind_of(file: Path) -> str:
@@ -213,12 +277,12 @@ def digest(source: Source) -> FileDigest:
         return FileDigest(source.name, facts.sha256, facts.count)
     sha256 = hashlib.sha256()
     lines = 0
-    with source.open("rb") as stream:
+    with source.path.open("rb") as stream:
         while block := stream.read(BLOCK):
             sha256.update(block)
             lines += block.count(b"\n")
-    if kind_of(source) == ".parquet":
-        lines = parquet_count(source)
-    elif source.suffix.lower() in COMPRESSED:
+    if kind_of(source.path) == ".parquet":
+        lines = parquet_count(source.path)
+    elif source.path.suffix.lower() in COMPRESSED:
         lines = 0
     return FileDigest(source.name, sha256.hexdigest(), lines)

@@ -193,7 +193,7 @@ def spans_from_markers(
         spans.append((start, stop))
     if len(spans) == len(marked) == len(answers):
         return spans
-    note_once(f"{template.origin}: its generation markers miss the answers, renders are compared")
+    note_once(f"{template.location}: its generation markers miss the answers, renders are compared")
     return None
 
 

@@ -46,8 +46,11 @@ def hub_split(text: str, knob: str) -> HubSplit:
     return HubSplit(found["name"], found["config"], found["split"] or "train")
 
 
-def parquet_rows(file: Path) -> Iterator[Row]:
-    """The rows of a parquet file, streamed. Raises ConfigError when it is none."""
+def parquet_rows(file: Path, name: str = "", knob: str = "data.path") -> Iterator[Row]:
+    """The rows of a parquet file, streamed, and told apart by ``name`` or the file's own.
+
+    Raises ConfigError, as from ``knob``, when it is none.
+    """
     import pyarrow.parquet  # 70 ms that text files need not wait for
 
     number = 0
@@ -55,12 +58,12 @@ def parquet_rows(file: Path) -> Iterator[Row]:
         # Streamed: the defaults hold a whole row group, which may be the whole file.
         with pyarrow.parquet.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False) as table:
             for batch in table.iter_batches(batch_size=BATCH):
-                for row in batch_rows(batch, file.name, number):
+                for row in batch_rows(batch, name or file.name, number):
                     number += 1
                     yield row
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
-            f"{file}: is no readable parquet file ({words(error)}); write it anew"
+            f"{knob}={file}: is no readable parquet file ({words(error)}); write it anew"
         ) from error
 
 

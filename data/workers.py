@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from typing import Any
@@ -74,7 +75,7 @@ def in_order(
 class Here:
     """What a worker process keeps between two chunks."""
 
-    encoder: Encoder
+    job: EncoderJob
     said: list[str]
 
 
@@ -86,7 +87,14 @@ def begin(job: EncoderJob) -> None:
     assert parent is not None
     threading.Thread(target=follow, args=(parent.sentinel,), daemon=True).start()
     Here.said = hold_lines()
-    Here.encoder = Encoder.load(job)
+    Here.job = job
+
+
+@cache
+def own_encoder() -> Encoder:
+    """Loaded with the first chunk, whose caller then hears why it cannot be. The pool would only
+    say that a process had died."""
+    return Encoder.load(Here.job)
 
 
 def follow(parent: Any) -> None:
@@ -96,7 +104,7 @@ def follow(parent: Any) -> None:
 
 
 def encode_here(chunk: Chunk) -> EncodedChunk:
-    result = Here.encoder.encode(chunk)
+    result = own_encoder().encode(chunk)
     said = list(Here.said)
     Here.said.clear()
     return replace(result, said=said)

@@ -18,11 +18,11 @@ from conf.runtime import cache_dir, note_once, progress, say
 from conf.schema import ConfigError, RunSection
 from data.dialects import RowRefused
 from data.distributed import pick_device
+from data.eval_prompts import EvalPrompt, read_prompts, take
 from data.records import Turn
 from data.template import encode_prompt
 from eval.decode import DecodeSettings, Generation, decode_plain, decode_speculative
 from eval.parser import Parser
-from eval.prompts import EvalPrompt, read_prompts, take
 from eval.toy import CASES, ToyResult, run_toy
 from models.draft_file import CONFIG, load_draft
 from models.eagle3 import Eagle3Draft

@@ -21,6 +21,7 @@ from conf.runtime import (
 from conf.schema import ConfigError, Precision, RunConfig, Stage
 from conf.settings import refuse_other_settings
 from data.distributed import pick_device, use_threads
+from data.eval_prompts import EvalPrompt, read_prompts, take
 from data.origin import data_facts
 from data.prepare import find_prepared
 from data.records import PreparedData, Skipped
@@ -30,7 +31,6 @@ from eval.decode import DecodeSettings
 from eval.measure import ExactRuns, run_exact, training_answers
 from eval.page import render_page, terminal_lines
 from eval.plots import Curve, draw_acceptance, draw_speed, draw_training
-from eval.prompts import EvalPrompt, read_prompts, take
 from eval.report import DataOrigin, EvalReport, EvalSettings, to_json
 from eval.speed import SpeedReport, measure_speed
 from eval.summary import build_report, read_held_out_tau

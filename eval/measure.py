@@ -7,12 +7,12 @@ from typing import Any
 
 from conf.runtime import note_once, progress
 from data.dialects import RowRefused
+from data.eval_prompts import EvalPrompt
 from data.records import TokenizedSample, Turn
 from data.template import encode_prompt
 from eval.acceptance import Counters, NgramTable, total
 from eval.decode import DecodeSettings, Generation, Round, decode_plain, decode_speculative
 from eval.lossless import Difference, compare
-from eval.prompts import EvalPrompt
 from models.eagle3 import Eagle3Draft
 from models.verifier import Verifier
 

@@ -22,14 +22,15 @@ from conf.schema import CaptureMode, ConfigError, RunConfig, Stage
 from conf.settings import refuse_other_settings
 from data.capture import capture
 from data.capture_job import manifest_of
-from data.distributed import barrier, pick_device, setup, shutdown, use_threads
+from data.corpus import load_prepared
+from data.distributed import barrier, broadcast_object, pick_device, setup, shutdown, use_threads
 from data.manifest import read_manifest
 from data.online import OnlineStates
 from data.origin import agreement_of, data_facts, require_agreement
 from data.prepare import find_prepared, prepare
 from data.reader import ShardReader
 from data.records import PreparedData
-from data.sources import digest
+from data.sources import DataFile, digest
 from eval.main import choose_prompts, evaluate
 from models.bundled import resolve
 from models.draft_file import CONFIG
@@ -113,7 +114,8 @@ def train_on(
 def evaluate_once(cfg: RunConfig, folder: Path, head: str, ranks: RankInfo) -> None:
     """``head`` is the fingerprint of what lies in best/."""
     done = Stamps(folder)
-    files = [digest(path).sha256 for path in map(Path, cfg.eval.prompts) if path.is_file()]
+    there = [path for path in map(Path, cfg.eval.prompts) if path.is_file()]
+    files = [digest(DataFile.alone(path)).sha256 for path in there]
     mark = fingerprint(head, cfg.eval, files)
     report = folder / "eval" / "report.json"
     if done.has("eval", mark, report) and measured_with(report) == plain(cfg.eval):
@@ -147,11 +149,15 @@ def text_of(path: Path) -> str:
 
 
 def prepared_data(cfg: RunConfig, ranks: RankInfo) -> PreparedData:
-    """Rank 0 prepares, the others read what it left."""
-    if Stage.prepare in cfg.stages and ranks.is_main:
-        prepare(cfg)
-    barrier()
-    return find_prepared(cfg)
+    """Rank 0 prepares, or finds it done, and the others read what is there: the sources are hashed
+    once, and a hub data set that changes meanwhile cannot divide the ranks."""
+    folder: Path | None = None
+    if ranks.is_main:
+        make = prepare if Stage.prepare in cfg.stages else find_prepared
+        folder = make(cfg).folder
+    folder = broadcast_object(folder)
+    assert folder is not None
+    return load_prepared(folder)
 
 
 def claim(folder: Path, cfg: RunConfig) -> TextIO:

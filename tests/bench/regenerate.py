@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,7 +24,7 @@ import torch  # noqa: E402  after the path is set
 
 from conf.runtime import write_atomically  # noqa: E402
 from conf.schema import Precision, VerifierSection  # noqa: E402
-from data.sources import RowLog, read_conversations  # noqa: E402
+from data.sources import DataFile, RowLog, read_conversations  # noqa: E402
 from data.template import encode_prompt  # noqa: E402
 from models.bundled import SMOLLM2  # noqa: E402
 from models.generate import Request, end_ids, generate  # noqa: E402
@@ -129,7 +130,8 @@ def main() -> None:
     section = VerifierSection(path=args.verifier, dtype=Precision(args.dtype))
     dtype = getattr(torch, args.dtype)
     verifier = Verifier.load(section, ROOT / "cache", torch.device(args.device), dtype)
-    talks = read_conversations([args.prompts], RowLog(), args.batch, prompts=True)
+    source = DataFile.alone(args.prompts)
+    talks = islice(read_conversations([source], RowLog(), prompts=True), args.batch)
     prompts = [encode_prompt(talk.turns, verifier.tokenizer, {}) for talk in talks]
     print(f"{len(prompts)} prompts, {args.new} new tokens, {args.dtype}, {args.device}")
     cases = measure(verifier, prompts, args)

@@ -29,13 +29,14 @@ def test_appended_rows_survive_and_are_written_in_order(tmp_path: Path):
     again = AnswerFile(path, SETTINGS)
     assert again.start() == {"a#0", "c#0"}
     again.append([row("b#0"), row("a#0", "done again")])
-    again.finish(["a#0", "b#0", "c#0"], {"no answer": 2})
+    again.finish(["a#0", "b#0", "c#0"], {"no answer": 2}, {"cut": 1})
     assert again.finished and not again.partial.exists()
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [line["id"] for line in lines] == ["a#0", "b#0", "c#0"]
     answers = [line["conversations"][1]["content"] for line in lines]
     assert answers == ["done again", "yes", "\u00e9\u2028"]
-    assert json.loads(again.meta.read_text())["left_out"] == {"no answer": 2}
+    meta = json.loads(again.meta.read_text())
+    assert (meta["left_out"], meta["changed"]) == ({"no answer": 2}, {"cut": 1})
     assert list(lines[0]) == [
         "id", "task", "conversations", "answer_ids", "greedy", "cut", "temperature", "seed"
     ]  # fmt: skip
@@ -70,9 +71,23 @@ def test_other_settings_are_refused_while_answers_are_there(tmp_path: Path):
         AnswerFile(path, {**SETTINGS, "samples": 2})
     with pytest.raises(ConfigError, match=r"with top_p=None, and now top_p=0\.9"):
         AnswerFile(path, {**SETTINGS, "top_p": 0.9})
-    file.finish(["a#0"], {})
+    file.finish(["a#0"], {}, {})
     with pytest.raises(ConfigError, match=r"now verifier=other; .* or delete a\.jsonl to start"):
         AnswerFile(path, {**SETTINGS, "verifier": "other"})
+
+
+def test_a_second_run_is_kept_out(tmp_path: Path):
+    first, second = (AnswerFile(tmp_path / "new" / "a.jsonl", SETTINGS) for _ in range(2))
+    other = AnswerFile(first.path, {**SETTINGS, "samples": 2})  # nothing is there yet
+    with first.sole_writer():
+        first.start()
+        first.append([row("a#0")])
+        with pytest.raises(ConfigError, match=r"^regenerate\.output=\S+: another process is wri"):
+            second.sole_writer().__enter__()
+    with second.sole_writer():
+        assert second.start() == {"a#0"}
+    with pytest.raises(ConfigError, match="with samples=1, and now samples=2"):
+        other.sole_writer().__enter__()
 
 
 def test_a_file_of_unknown_origin_is_left_alone(tmp_path: Path):

@@ -10,7 +10,7 @@ import torch
 
 from data.columns import Columns, runs_of
 from data.corpus import Chosen, Origin, Provenance, SourceFacts, labels, load_prepared, write
-from data.encoder import Made, SampleBlock, joined
+from data.encoder import Made, SampleBlock, block_of
 from data.records import Skipped
 
 VOCAB = 50
@@ -31,7 +31,7 @@ def some_blocks(count: int, length: int = 12) -> list[SampleBlock]:
             tokens = draw.integers(0, VOCAB, size).astype(np.int32)
             mask = (draw.random(size) < 0.6).astype(np.uint8)
             made.append(Made(f"n{number}-é", tokens, mask, number % 3 == 0, []))
-        blocks.append(joined(made, len(blocks) % 2))
+        blocks.append(block_of(made, len(blocks) % 2))
     return blocks
 
 

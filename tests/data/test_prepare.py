@@ -9,8 +9,10 @@ from transformers import AutoTokenizer
 
 from conf.schema import ConfigError, RunConfig
 from data.corpus import load_prepared, read_facts
-from data.prepare import find_prepared, prepare
+from data.prepare import CHUNK_BYTES, find_prepared, prepare, some_rows
 from data.records import PreparedData
+from data.rows import Row
+from data.sources import DataFile
 from data.split import base_id
 from models.verifier import load_facts, load_tokenizer
 from models.vocab import DraftVocab, draft_vocab_size
@@ -354,6 +356,14 @@ def test_token_ids_bypass_the_template(cfg):
     assert labels.sum() == 2 + 1 + 2
 
 
+def test_token_ids_without_a_prompt_are_not_of_one_prompt(cfg):
+    found = [{"id": f"r{i}", "input_ids": [5, i, 6], "loss_mask": [1, 1, 1]} for i in range(30)]
+    save(cfg, found)
+    prepared = prepare(cfg)
+    assert 1 <= prepared.samples.held_out.sum() <= 15
+    assert len(prepared.samples.prompts.unique()) == 30
+
+
 # worker processes
 
 
@@ -393,6 +403,21 @@ def test_the_same_bytes_with_any_number_of_workers(cfg, tmp_path, monkeypatch, c
     assert said[0].count("unknown role") >= 2
     rows_seen = load_prepared(folders[1]).skipped
     assert rows_seen.rows_in == rows_seen.rows_out + sum(rows_seen.reasons.values()) == 24
+
+
+def test_decoded_rows_are_cut_into_chunks_of_bounded_size():
+    """Tables and hub data sets give values, not text: a long row is a chunk of its own."""
+    long = "x" * CHUNK_BYTES
+    turns = [{"role": "user", "content": long}, {"role": "assistant", "content": "a"}]
+    for value in ({"messages": turns}, {"input_ids": [7] * (CHUNK_BYTES // 8)}):
+        size = Row("a", value=value).size
+        assert CHUNK_BYTES <= size < 1.01 * CHUNK_BYTES
+    rows = [Row("a", value={"messages": turns}) for _ in range(5)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.prepare.read_rows", lambda _: rows)
+        cut = list(some_rows([DataFile.alone(Path("a.parquet"))]))
+    assert [len(some) for some in cut] == [1] * 5
+    assert Row("a", value={"messages": [{"role": "user", "content": "q"}]}).size < 100
 
 
 def test_max_samples_with_workers(cfg, tmp_path, monkeypatch):
@@ -507,6 +532,13 @@ def test_prompts_of_the_evaluation_are_looked_for(cfg, tmp_path, capsys):
     capsys.readouterr()
     prepare(cfg)
     expected = "eval.prompts: 4 of 6 are training prompts (1 rows not compared)"
+    assert expected in capsys.readouterr().out
+    text = file.rename(tmp_path / "prompts.txt")  # the evaluation takes any name
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    cfg.eval.prompts = [str(text), str(empty)]
+    prepare(cfg)
+    expected = "4 of 6 are training prompts (1 rows and 1 files not compared)"
     assert expected in capsys.readouterr().out
 
 

@@ -347,6 +347,19 @@ def test_bad_rows_are_skipped_and_counted(
         assert f"1 x {reason}" in said or f"1 x prompt leaves {reason}" in said
 
 
+def test_files_of_one_name_keep_their_prompts(cfg: RunConfig, tmp_path: Path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        turns = [{"role": "user", "content": folder}]
+        write_prompts(tmp_path / folder / "0.jsonl", [{"messages": turns}])
+    cfg.regenerate.prompts = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert [row["id"] for row in made(cfg)] == ["0.jsonl:1#0", "0.jsonl@2:1#0"]
+
+
+def test_one_reason_of_prompts_and_of_answers_is_added_up():
+    assert stage.total({"a": 1, "b": 2}, {"a": 3}, {}) == {"a": 4, "b": 2}
+
+
 def test_no_usable_prompt_is_one_sentence(cfg: RunConfig, tmp_path: Path):
     cfg.regenerate.prompts = []
     with pytest.raises(ConfigError, match=r"regenerate\.prompts=\[\]: is empty"):

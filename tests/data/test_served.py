@@ -19,7 +19,7 @@ import pytest
 
 import data.chat_client as chat_client
 from conf.schema import AnswerBackend, ConfigError, JobError, RunConfig
-from data.dialects import read_row
+from data.dialects import RowRefused, read_row
 from data.regenerate import regenerate
 from data.render import ChatTemplate
 from data.template import encode, encode_prompt
@@ -243,6 +243,9 @@ def test_a_prompt_that_the_server_refuses_is_left_out(cfg: RunConfig, serve, cap
     rows = ask(cfg, serve(faults=faults), "bad", "good", "tool", "void", "hard", "vile", talk)
     assert [row["id"] for row in rows] == ["good#0", "talk#0"]
     assert len(rows[1]["conversations"]) == 2
+    meta = json.loads(Path(cfg.regenerate.output + ".meta.json").read_text())
+    early = "conversation ended early: refused by the server with status 400"
+    assert meta["changed"] == {early: 1}
     assert left_out(cfg) == {
         "refused by the server with status 400": 1,
         "a tool call in place of an answer": 1,
@@ -279,6 +282,20 @@ def test_keys_and_addresses_that_are_wrong_stop_at_once(cfg: RunConfig, serve, m
     ask(cfg, lost, *MANY)  # finished: nobody is asked
     with pytest.raises(JobError, match="answers 404 Not Found: no such path /v2/nowhere/models"):
         ask(cfg, lost, "x", output="other.jsonl")
+
+
+def test_an_address_that_is_none(cfg: RunConfig):
+    cfg.regenerate.base_url = "http://host:80a/v1"
+    with pytest.raises(ConfigError, match=r"^regenerate\.base_url=http://host:80a/v1: is no addr"):
+        chat_client.ChatClient(cfg)
+
+
+@pytest.mark.parametrize("text", ["half \ud83d", "nul \0"])
+@pytest.mark.parametrize("key", ["content", "reasoning_content"])
+def test_a_reply_that_no_file_can_hold_is_refused(text: str, key: str):
+    message = {"content": "fine", key: text}
+    with pytest.raises(RowRefused, match="in the text"):
+        chat_client.reply_of({"choices": [{"message": message, "finish_reason": "stop"}]})
 
 
 def test_which_model(cfg: RunConfig, serve):

@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow
@@ -14,7 +15,17 @@ import pytest
 from conf.schema import ConfigError
 from data.dialects import Reading, RowRefused
 from data.records import Conversation
-from data.sources import RowLog, digest, find_files, read_conversations, read_one, read_rows
+from data.sources import (
+    DataFile,
+    RowLog,
+    Source,
+    digest,
+    find_entries,
+    find_files,
+    read_conversations,
+    read_one,
+    read_rows,
+)
 from data.tables import HubSplit
 
 
@@ -23,9 +34,9 @@ def row(name: str, answer: str = "a") -> dict:
     return {"id": name, "messages": turns}
 
 
-def read(*files: Path, **options) -> tuple[list[str], RowLog]:
+def read(*files: Path | Source) -> tuple[list[str], RowLog]:
     log = RowLog()
-    names = [found.id for found in read_conversations(list(files), log, **options)]
+    names = [found.id for found in read_conversations(sources(files), log)]
     assert log.rows_in == log.rows_out + sum(log.skipped.values())
     assert log.rows_out == len(names)
     return names, log
@@ -33,7 +44,11 @@ def read(*files: Path, **options) -> tuple[list[str], RowLog]:
 
 def conversations(*files: Path) -> tuple[list[Conversation], RowLog]:
     log = RowLog()
-    return list(read_conversations(list(files), log)), log
+    return list(read_conversations(sources(files), log)), log
+
+
+def sources(files: Iterable[Path | Source]) -> list[Source]:
+    return [DataFile.alone(file) if isinstance(file, Path) else file for file in files]
 
 
 def save(path: Path, content: str | bytes) -> Path:
@@ -105,6 +120,10 @@ def test_json_file_with_one_object_or_with_lines(tmp_path):
     assert read(save(tmp_path / "one.json", json.dumps(row("x"), indent=2)))[0] == ["x"]
     assert read(save(tmp_path / "lines.json", lines(row("x"), row("y"))))[0] == ["x", "y"]
     assert read(save(tmp_path / "empty.json", " \n"))[1].rows_in == 0
+    for broken in ('{"id": "x", "mess', "junk", '"id": "x"}'):
+        names, log = read(save(tmp_path / "lines.json", broken + "\n" + lines(row("y"), row("z"))))
+        assert (names, log.rows_in) == (["y", "z"], 3)
+    assert read(save(tmp_path / "a.json", "[\n" + json.dumps(row("x")) + "\n]"))[0] == ["x"]
 
 
 @pytest.mark.parametrize("cut", [1, 20, 80])
@@ -148,6 +167,42 @@ def test_folder_is_read_in_order_and_hidden_files_are_not(tmp_path):
     assert [digest(file).lines for file in files[:-1]] == [0, 1, 0, 0, 1, 1]
 
 
+def test_what_a_folder_holds_besides_is_left_out_and_said_once(tmp_path, capsys):
+    """What data.regenerate writes beside its answers is no data: one row would be read twice."""
+    save(tmp_path / "a.jsonl", lines(row("a")))
+    save(tmp_path / "a.jsonl.meta.json", json.dumps(row("settings")))
+    save(tmp_path / "b.jsonl.partial.jsonl", lines(row("b")))
+    for name in ("c.ndjson", "d.ndjson", "e.csv", "README", ".hidden"):
+        save(tmp_path / name, lines(row(name)))
+    for _ in range(2):
+        assert read(*find_files([str(tmp_path)], "regenerate.prompts"))[0] == ["a"]
+    said = "1 x (none), 1 x .csv, 1 x .meta.json, 2 x .ndjson, 1 x .partial.jsonl"
+    assert capsys.readouterr().out == (
+        f"note: regenerate.prompts={tmp_path}: left out, as not of a kind that is read: {said}\n"
+    )
+    partial = tmp_path / "b.jsonl.partial.jsonl"
+    assert read(*find_files([str(partial)]))[0] == ["b"]  # who names it wants it
+
+
+def test_files_of_one_name_give_rows_of_different_ids(tmp_path):
+    nameless = {key: value for key, value in row("").items() if key != "id"}
+    for name in ("x/a/0.jsonl", "x/b/0.jsonl", "x/a/0.json", "y/a/0.jsonl", "y/c.jsonl"):
+        save(tmp_path / name, lines(nameless))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([nameless]), tmp_path / "y/a/1.parquet")
+    x, y = str(tmp_path / "x"), str(tmp_path / "y")
+    ids = [read(*entry)[0] for entry in find_entries([x, y, f"{x}/a/0.jsonl", f"{x}/b/0.jsonl"])]
+    assert ids == [
+        ["a/0.json:1", "a/0.jsonl:1", "b/0.jsonl:1"],
+        ["a/0.jsonl@2:1", "a/1.parquet:row 1", "c.jsonl:1"],
+        ["0.jsonl:1"],
+        ["0.jsonl@4:1"],
+    ]
+    fewer = [read(*entry)[0] for entry in find_entries([x, y])]
+    assert fewer == ids[:2]  # a further entry renames none before it
+    (tmp_path / "x").rename(tmp_path / "z")
+    assert read(*find_files([str(tmp_path / "z")]))[0] == ids[0]
+
+
 def test_bad_paths_are_named_with_the_way_out(tmp_path):
     (tmp_path / "empty").mkdir()
     text = save(tmp_path / "a.csv", "x")
@@ -168,12 +223,17 @@ def test_bad_paths_are_named_with_the_way_out(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b" \n\r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n "])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
-def test_an_empty_file_is_named_before_anything_is_read(tmp_path, name, content):
+def test_an_empty_file_is_named_before_anything_is_read(tmp_path, name, content, capsys):
     save(tmp_path / "b.jsonl", lines(row("b")))
     save(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
-    for path in (tmp_path, tmp_path / name):
-        with pytest.raises(ConfigError, match=rf"^data\.path=\S*{name}: the file is empty; delete"):
-            find_files([str(path)])
+    with pytest.raises(ConfigError, match=rf"^data\.path=\S*{name}: the file is empty; delete"):
+        find_files([str(tmp_path / name)])
+    assert [file.name for file in find_files([str(tmp_path)])] == ["b.jsonl"]
+    said = f"data.path={tmp_path}: 1 empty files skipped (first: {tmp_path / name})"
+    assert said in capsys.readouterr().out
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"^data\.path=\S+: the folder holds no .* with a row in"):
+        find_files([str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +253,9 @@ def test_a_file_that_is_no_text_is_named_with_the_way_out(tmp_path, content, mes
 
 def test_a_compressed_file_that_is_none_is_named(tmp_path):
     file = save(tmp_path / "a.jsonl.gz", lines(row("a")))
-    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read \(zlib inflate failed"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.path=\S*a\.jsonl\.gz: cannot be read \(zlib inflate failed"
+    ):
         find_files([str(file)])
 
 
@@ -209,7 +271,9 @@ def test_empty_conversations_leave_the_others_unchanged(tmp_path):
 
 def test_a_reading_or_a_refusal_of_each_row_travels_between_processes(tmp_path):
     file = save(tmp_path / "a.jsonl", lines(row("one"), {}, {"messages": [3]}) + "{")
-    answers = [pickle.loads(pickle.dumps(read_one(found))) for found in read_rows(file)]
+    answers = [
+        pickle.loads(pickle.dumps(read_one(found))) for found in read_rows(DataFile.alone(file))
+    ]
     assert isinstance(answers[0], Reading)
     reasons = [one.reason for one in answers[1:] if isinstance(one, RowRefused)]
     assert reasons == ["no turns", "turn without a role", "unparsable JSON"]
@@ -242,13 +306,6 @@ def test_bytes_changed_at_random_never_hang_or_crash(tmp_path, name):
     assert kept or name.endswith((".gz", ".zst", ".parquet"))
 
 
-def test_max_samples_does_not_count_skipped_or_withdrawn_rows(tmp_path):
-    file = save(tmp_path / "a.jsonl", lines({}, row("one"), {}, row("two"), row("three")))
-    names, log = read(file, max_samples=2)
-    assert names == ["one", "two"]
-    assert log.rows_in == 4
-
-
 def test_notes_are_printed_once_a_name(tmp_path, capsys):
     strange = [
         {"messages": [{"role": "user", "content": "q"}, {"role": name, "content": "a"}]}
@@ -267,9 +324,10 @@ def test_notes_are_printed_once_a_name(tmp_path, capsys):
 
 
 def test_digest_sees_every_byte(tmp_path):
-    first = digest(save(tmp_path / "a.jsonl", "a\nb\n"))
+    first = digest(DataFile.alone(save(tmp_path / "a.jsonl", "a\nb\n")))
     assert first.lines == 2
-    assert digest(save(tmp_path / "a.jsonl", "a\nc\n")).sha256 != first.sha256
+    other = digest(DataFile.alone(save(tmp_path / "a.jsonl", "a\nc\n")))
+    assert other.sha256 != first.sha256
 
 
 # Real files that people handed in; their labels say what is odd about each row.

@@ -13,7 +13,7 @@ from datasets.exceptions import DatasetNotFoundError
 
 from conf.schema import ConfigError
 from data.rows import Row
-from data.sources import RowLog, digest, read_conversations, read_rows
+from data.sources import DataFile, RowLog, digest, read_conversations, read_rows
 from data.tables import HubSplit, hub_split, parquet_rows
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -28,7 +28,8 @@ def save(path: Path, rows: list[dict]) -> Path:
 
 def read(*sources) -> tuple[list, RowLog]:
     log = RowLog()
-    return list(read_conversations(list(sources), log)), log
+    files = [DataFile.alone(one) if isinstance(one, Path) else one for one in sources]
+    return list(read_conversations(files, log)), log
 
 
 def test_parquet(tmp_path):
@@ -39,16 +40,18 @@ def test_parquet(tmp_path):
     found, log = read(file)
     assert [one.id for one in found] == ["one", "a.parquet:row 3"]
     assert log.skipped == {"no turns": 1}
-    assert digest(file).lines == 3
+    assert digest(DataFile.alone(file)).lines == 3
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"x" * 99, lambda b: b""])
 def test_parquet_that_is_none(tmp_path, damage):
     file = save(tmp_path / "a.parquet", [{"id": "one", "messages": TURNS}])
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ConfigError, match=r"a\.parquet: is no readable parquet file .*write it"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.path=\S*a\.parquet: is no readable parquet file .*write it"
+    ):
         read(file)
-    assert digest(file).lines == 0
+    assert digest(DataFile.alone(file)).lines == 0
 
 
 def test_null_keys_of_a_table_are_absent(tmp_path):

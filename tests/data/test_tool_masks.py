@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from data.dialects import RowRefused
+from data.messages import messages
 from data.preview import marked_text
 from data.records import Conversation, TokenizedSample, ToolCall, Turn
 from data.render import ChatTemplate
@@ -184,6 +185,22 @@ def test_template_that_insists_on_ids_and_on_calls_before_results(with_template)
     assert f"{number}[/RESULT]" in text
 
 
+def test_a_call_without_a_result_moves_no_other_ids(with_template):
+    """Each result names the call it answers, whatever went unanswered before."""
+    user, call, answer = (
+        Turn("user", "q"),
+        Turn("assistant", "", calls=(CALL,)),
+        Turn("assistant", "a"),
+    )
+    result = Turn("tool", "7")
+    turns = (user, call, answer, user, replace(call, calls=(CALL, CALL)), result, result, answer)
+    found = messages(turns)
+    ids = [c["id"] for message in found for c in message.get("tool_calls", ())]
+    assert len(set(ids)) == 3
+    assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == ids[1:]
+    assert f"7 {ids[1]}[/RESULT]" in ChatTemplate(with_template(STRICT), {}).whole(turns)
+
+
 def test_channels_and_a_token_of_their_own_for_calls(with_template):
     text = marked(with_tool(reasoning="look"), with_template(CHANNELS))
     first, second = supervised(text)
@@ -279,7 +296,7 @@ def test_an_answer_of_thoughts_alone_that_are_not_shown_is_no_answer(with_templa
 
 @pytest.mark.parametrize("tools", ["{", '"rain"', "[1]"])
 def test_tools_that_are_no_list_skip_the_row(with_template, tools):
-    with pytest.raises(RowRefused, match="the tools are no list of schemas"):
+    with pytest.raises(RowRefused, match="tools are no JSON list of objects"):
         marked(replace(with_tool(), tools=tools), with_template(HERMES))
 
 

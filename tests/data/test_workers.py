@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conf.runtime import ROOT
-from conf.schema import DataSection, JobError, VerifierSection
+from conf.schema import ConfigError, DataSection, JobError, VerifierSection
 from data.encoder import Chunk, Encoder, EncoderJob
 from data.rows import Row
 from data.workers import AHEAD, encode_chunks
@@ -58,6 +58,13 @@ def test_a_dead_worker_is_one_sentence(encoder: Encoder):
     deadly = replace(chunk(3), rows=[Row("a:3", value=Bomb())])
     with pytest.raises(JobError, match=r"data\.workers=2: a worker process died.*workers=1"):
         list(encode_chunks([chunk(0), chunk(1), deadly, *map(chunk, range(4, 20))], encoder, 2))
+
+
+@pytest.mark.timeout(120)
+def test_what_a_worker_cannot_load_is_told_as_it_is(encoder: Encoder):
+    job = replace(encoder.job, verifier=VerifierSection(path="no/such/folder"))
+    with pytest.raises(ConfigError, match=r"no/such/folder"):
+        list(encode_chunks(map(chunk, range(4)), Encoder(job, encoder.template), 2))
 
 
 def test_few_chunks_need_no_process(encoder: Encoder, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conf.schema import ConfigError, Device, EvalSection, RunConfig, RunSection, VerifierSection
+from data.eval_prompts import EvalPrompt, Turn
 from data.prepare import prepare
 from data.records import TokenizedSample
 from data.render import REFUSED
@@ -21,7 +22,6 @@ from eval import main as stage
 from eval.decode import DecodeSettings
 from eval.main import count_trained_prompts, evaluate, main
 from eval.measure import placed, run_exact, training_answers
-from eval.prompts import EvalPrompt, Turn
 from eval.summary import read_held_out_tau
 from models.draft_file import save_draft
 from models.verifier import Verifier

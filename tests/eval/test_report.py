@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from conf.schema import EvalSection
+from data.eval_prompts import EvalPrompt
 from data.records import Turn
 from eval.acceptance import NgramTable
 from eval.decode import Generation, Round
 from eval.lossless import Difference
 from eval.measure import Answer, ExactRuns, PromptRuns, count, count_range
 from eval.page import render_page, terminal_lines
-from eval.prompts import EvalPrompt
 from eval.report import UNSEEN, DataOrigin, EvalReport, EvalSettings, to_json
 from eval.speed import SpeedReport, Timing, summarise
 from eval.summary import build_report

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from conf.schema import ConfigError
+from data.eval_prompts import read_prompts, take
 from data.records import Turn
-from eval.prompts import read_prompts, take
 
 ROOT = Path(__file__).resolve().parents[2]
 
