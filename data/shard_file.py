@@ -42,22 +42,24 @@ class Sums:
 def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture: str) -> Sums:
     """Write a shard whole or not at all, and return the checksums of what was written.
 
+    ``capture`` is the text by which a later run knows its own (Manifest.source).
+
     The safetensors layout is written here: the library orders its header at random and tells a
     full disk by a text only. This way equal states are equal bytes, OSError keeps its number,
     and the checksums cost no second read.
     """
     tensors = shard.tensors()
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
-    about = {"format": "pt", "capture": capture, "span": span_text(span)}
-    header = header_of(
-        {name: tensors[name] for name in order}, about | {"ids": json.dumps(shard.ids)}
-    )
+    ids = json.dumps(shard.ids)
+    about = {"format": "pt", "capture": capture, "span": span_text(span), "ids": ids}
+    header = layout_of({name: tensors[name] for name in order}, about)
+    about["index"] = own_digest(header, [tensors[name] for name in INDEX])
     path = shard_folder(folder) / span.name
     temporary = path.with_name(path.name + ".tmp")
     sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
     try:
         with temporary.open("wb") as file:
-            for block in (header, *(raw(tensors[name]) for name in order)):
+            for block in (packed(header), *(raw(tensors[name]) for name in order)):
                 sha256.update(block)
                 xxh3.update(block)
                 file.write(block)
@@ -90,7 +92,11 @@ def read_back(path: Path, sums: Sums) -> None:
 
 def header_of(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
     """What a safetensors file begins with: its length, and JSON padded to eight bytes."""
-    header: dict[str, object] = {"__metadata__": about}
+    return packed(layout_of(tensors, about))
+
+
+def layout_of(tensors: dict[str, Tensor], about: dict[str, str]) -> dict[str, dict]:
+    header: dict[str, dict] = {"__metadata__": about}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -99,9 +105,38 @@ def header_of(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
+    return header
+
+
+def packed(header: dict[str, dict]) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def own_digest(header: dict[str, dict], index: list[Tensor]) -> str:
+    """xxh3 of a header, but for the place of this digest, and of the tensors of INDEX.
+
+    By it a shard is known that a killed capture left, and no manifest: all that says where a
+    sample lies and whose it is.
+    """
+    about = {name: text for name, text in header["__metadata__"].items() if name != "index"}
+    digest = xxhash.xxh3_128(json.dumps(header | {"__metadata__": about}).encode())
+    for tensor in index:
+        digest.update(raw(tensor))
+    return digest.hexdigest()
+
+
+def damaged_index(path: Path) -> str | None:
+    """Compare a shard's header and small tensors with the digest in it -> what is wrong, if any is.
+
+    Raises SafetensorError when the file is cut or a tensor is not there.
+    """
+    with safe_open(path, framework="pt") as file, path.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        index = [file.get_tensor(name) for name in INDEX]
+    wanted, found = header["__metadata__"].get("index"), own_digest(header, index)
+    return None if found == wanted else f"its index is {found}, must be {wanted} by its header"
 
 
 def span_text(span: ShardSpan) -> str:
@@ -122,9 +157,12 @@ def describe(folder: Path, name: str, sha256: str | None = None) -> ShardEntry:
     """A shard as the manifest is to know it, from its file.
 
     ``sha256`` of the file where it is known; None reads it and compares every sample with its
-    digest. Raises ConfigError when the parts do not fit each other or a sample is damaged.
+    digest. Raises ConfigError when the parts do not fit each other or one of them is damaged.
     """
     path = shard_folder(folder) / name
+    wrong = damaged_index(path)  # first, since all else looks where the index says
+    if wrong:
+        raise damaged(path, wrong)
     with safe_open(path, framework="pt") as file:
         ids, mask = file.get_tensor("input_ids"), file.get_tensor("loss_mask").bool()
         offsets, argmax = file.get_tensor("offsets"), file.get_tensor("argmax")
