@@ -84,7 +84,7 @@ class TrainLoader:
     def windows(self, start_step: int = 0) -> Iterator[StepWindow]:
         """The windows of steps start_step, ..., total_steps-1; from a cache, two are read ahead.
 
-        An error while reading is raised here; closing the iterator ends the reading thread.
+        An error while reading is raised here; closing the iterator ends the reading threads.
         """
         steps = range(start_step, self.total_steps)
         if isinstance(self.source, ShardReader):

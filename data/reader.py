@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conf.schema import ConfigError
 from data.fp8 import FP8
-from data.manifest import ShardEntry, open_manifest, shard_folder
+from data.manifest import Manifest, ShardEntry, open_manifest, shard_folder
 from data.records import CachedPack, CachedSample, TokenizedSample
 from data.room import Room
 from data.shard_file import damaged, index_digest
@@ -28,19 +28,13 @@ class ShardReader:
     ``lengths`` [S] int64, ``held_out`` and ``greedy`` [S] bool describe all samples.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        verifier: str | None = None,
-        dtype: str | None = None,
-        aux_layers: list[int] | None = None,
-    ):
+    def __init__(self, folder: Path, wanted: Manifest | None = None):
         """Raises ConfigError: other states or format than wanted, a missing, cut or torn shard.
 
         What is wanted: see open_manifest; None: any.
         """
         self.folder = folder
-        self.manifest = open_manifest(folder, verifier, dtype, aux_layers)
+        self.manifest = open_manifest(folder, wanted)
         self._shards = [self._open(entry) for entry in self.manifest.shards]
         self._digests = self._joined("digests").tolist()
         self.lengths = torch.cat([shard.small["offsets"].diff() for shard in self._shards])

@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from conf.schema import JobError
 from data.chains import asking_rows
 from data.fp8 import FP8
 from data.manifest import Manifest
@@ -66,10 +67,13 @@ class HiddenStateShard:
     def empty(
         cls, samples: list[TokenizedSample], first: int, manifest: Manifest
     ) -> "HiddenStateShard":
-        """Room for the states of ``samples``, the first of which is number ``first`` of all."""
+        """Room for the states of ``samples``, the first of which is number ``first`` of all.
+
+        Raises JobError when a sample has not one mask entry an id.
+        """
         for sample in samples:
             if len(sample.input_ids) != len(sample.loss_mask):
-                raise ValueError(
+                raise JobError(
                     f"sample {sample.id}: {len(sample.input_ids)} ids and "
                     f"{len(sample.loss_mask)} mask entries must be equally many; prepare it again"
                 )
@@ -100,21 +104,23 @@ class HiddenStateShard:
         )
 
     def put(self, place: int, states: SampleStates) -> None:
-        """Store the states of sample ``place`` of this shard. Raises ValueError if they misfit."""
+        """Store the states of sample ``place`` of this shard. Raises JobError if they misfit."""
         for item in fields(states):
             rows: Tensor | None = getattr(states, item.name)
             room: Tensor | None = getattr(self, item.name)
             if rows is None or room is None:
                 if rows is not room:
-                    raise ValueError(
-                        f"sample {self.ids[place]}: {item.name} of another dtype than the shard's"
+                    raise JobError(
+                        f"sample {self.ids[place]}: the states and the shard must both be fp8 or "
+                        f"neither ({item.name}); delete the cache and capture again"
                     )
                 continue
             start, end = self.bounds(item.name, place)
             if len(rows) != end - start:
-                raise ValueError(
+                raise JobError(
                     f"sample {self.ids[place]}: {len(rows)} rows of {item.name}, must be "
-                    f"{end - start}; the states are another sample's"
+                    f"{end - start}; the states are another sample's, have another capture.backend "
+                    "compute them"
                 )
             room[start:end] = rows
         self.digests[place] = digest_of([rows for _, rows in self.rows_of(place)])

@@ -61,6 +61,20 @@ def batches(lengths: list[int], limit: int) -> Iterator[list[int]]:
         yield batch
 
 
+def chunks(lengths: list[int], limit: int) -> Iterator[list[int]]:
+    """Group samples, longest first, to at most ``limit`` tokens, for what pads them by itself."""
+    chunk: list[int] = []
+    tokens = 0
+    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if chunk and tokens + lengths[place] > limit:
+            yield chunk
+            chunk, tokens = [], 0
+        chunk.append(place)
+        tokens += lengths[place]
+    if chunk:
+        yield chunk
+
+
 @dataclass(frozen=True)
 class BatchStates:
     """The states of one batch on their way from the device to the CPU: ``arrived`` waits."""

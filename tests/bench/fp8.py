@@ -82,7 +82,7 @@ def train(words: list[str]) -> RunConfig:
 def states_of_cache(cfg: RunConfig) -> ShardReader:
     cache = Path(cfg.run.cache)
     manifest = manifest_of(cfg, find_prepared(cfg), load_facts(cfg.verifier, cache))
-    return ShardReader(cache / f"capture-{manifest.fingerprint}", manifest.verifier)
+    return ShardReader(cache / f"capture-{manifest.fingerprint}", manifest)
 
 
 @torch.no_grad()
