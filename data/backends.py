@@ -13,8 +13,7 @@ from conf.runtime import cache_dir, say
 from conf.schema import ConfigError, MissingStates, RunConfig, StateBackend
 from data.dumped import Dump, read_streams
 from data.foreign import check_streams, states_from
-from data.records import Part, TokenizedSample
-from data.shards import SampleStates
+from data.records import Part, SampleStates, TokenizedSample
 from data.state_check import check_states
 from data.states import BatchStates, batches, chunks, padded, states_of_chunk
 from data.vllm_engine import VllmEngine, vllm_engine

@@ -32,8 +32,8 @@ from data.distributed import (
 from data.manifest import Manifest, ShardEntry, shard_folder, write_manifest
 from data.origin import agreement_of
 from data.prepare import prepare
-from data.records import Part, PreparedData, TokenizedSample
-from data.shards import HiddenStateShard, SampleStates
+from data.records import Part, PreparedData, SampleStates, TokenizedSample
+from data.shards import HiddenStateShard
 from data.writer import ShardWriter
 
 

@@ -177,16 +177,6 @@ def generator_of(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(int(fingerprint(*parts), 16))
 
 
-def starts_of(samples: list[CachedSample]) -> Tensor:
-    """[B+1] first packed row of each sample, and the end of the last."""
-    return torch.tensor([0, *(len(cached.sample.input_ids) for cached in samples)]).cumsum(0)
-
-
-def collate(samples: list[CachedSample], chains: Chains) -> TTTBatch:
-    """``samples`` end to end, with the chains that run on them."""
-    return batch_of(CachedPack.of(samples), chains)
-
-
 def batch_of(pack: CachedPack, chains: Chains) -> TTTBatch:
     """The samples of a pack as one batch, its states as they lie in the pack."""
     mask = torch.cat([sample.loss_mask for sample in pack.samples])

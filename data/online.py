@@ -10,7 +10,7 @@ from data.capture_job import manifest_of
 from data.distributed import pick_device
 from data.manifest import Manifest
 from data.origin import Agreement
-from data.records import CachedPack, CachedSample, PreparedData, Samples
+from data.records import CachedPack, CachedSample, PreparedData, Samples, named
 from data.state_check import check_states
 from data.states import batches, states_of
 from models.verifier import Verifier
@@ -107,13 +107,5 @@ class OnlineStates:
             chosen = [samples[place] for place in places]
             states = states_of(self.verifier, chosen, dtype)
             for place, sample, one in zip(places, chosen, states, strict=True):
-                found[place] = CachedSample(
-                    sample=sample,
-                    aux=one.aux,
-                    last=one.last,
-                    argmax=one.argmax,
-                    lse=one.lse,
-                    aux_scales=one.aux_scales,
-                    last_scales=one.last_scales,
-                )
+                found[place] = CachedSample(sample=sample, **dict(named(one)))
         return [found[place] for place in range(len(samples))]

@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.schema import ConfigError
 from data.fp8 import FP8
 from data.manifest import Manifest, ShardEntry, open_manifest, shard_folder
-from data.records import CachedPack, CachedSample, TokenizedSample
+from data.records import CachedPack, CachedSample, TokenizedSample, named
 from data.room import Room
 from data.shard_file import damaged, index_digest
 from data.shard_index import ShardIndex
@@ -76,15 +76,8 @@ class ShardReader:
         Raises ConfigError when a byte of it is not what capture wrote.
         """
         pack = self.read_pack([index])
-        return CachedSample(
-            sample=pack.samples[0],
-            aux=pack.aux,
-            last=pack.last,
-            argmax=pack.argmax,
-            lse=pack.lse,
-            aux_scales=pack.aux_scales,
-            last_scales=pack.last_scales,
-        )
+        (sample,) = pack.samples
+        return CachedSample(sample=sample, **dict(named(pack)))
 
     def read_pack(self, indices: Sequence[int]) -> CachedPack:
         """The samples end to end, each read into its place; in the order of the files."""

@@ -23,24 +23,12 @@ from conf.schema import JobError
 from data.chains import asking_rows
 from data.fp8 import FP8
 from data.manifest import Manifest
-from data.records import TokenizedSample
+from data.records import SampleStates, TokenizedSample
 
 BY_TOKEN = ("input_ids", "loss_mask", "aux", "aux_scales")  # rows by ``offsets``
 BY_ASKING = ("last", "last_scales", "argmax", "lse")  # rows by ``last_offsets``
 ROWS = (*BY_TOKEN, *BY_ASKING)
 INDEX = ("offsets", "last_offsets", "sample_index", "held_out", "greedy", "digests")
-
-
-@dataclass(frozen=True)
-class SampleStates:
-    """What the verifier says about one sample of T tokens, L of whose rows ask."""
-
-    aux: Tensor  # [T, A*D]
-    last: Tensor  # [L, D]
-    argmax: Tensor  # [L]
-    lse: Tensor  # [L] fp32
-    aux_scales: Tensor | None = None  # [T, A] fp32, of fp8 alone
-    last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
 
 
 @dataclass(frozen=True)

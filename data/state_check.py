@@ -9,8 +9,7 @@ from torch import Tensor
 
 from conf.schema import JobError, StateDtype
 from data.fp8 import FP8, restored
-from data.records import TokenizedSample
-from data.shards import SampleStates
+from data.records import SampleStates, TokenizedSample
 from data.states import BatchStates, padded, stored
 from models.verifier import Verifier, VerifierStates
 

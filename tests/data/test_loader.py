@@ -15,7 +15,7 @@ from torch import Tensor
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, OptimSection, Supervise, TTTSection
 from data.chains import Chains
-from data.loader import StepWindow, TrainLoader, collate, on_device, starts_of
+from data.loader import StepWindow, TrainLoader, batch_of, on_device
 from data.reader import ShardReader
 from data.records import CachedPack, TokenizedSample, TTTBatch
 
@@ -334,10 +334,10 @@ def test_nothing_to_train_on_is_named(write_cache, some_samples, tmp_path):
 
 def test_on_device_moves_all_and_converts_states_only(reader: ShardReader):
     cached = [reader.read(0), reader.read(2)]
-    starts = starts_of(cached)
+    starts = CachedPack.of(cached).starts
     assert starts.tolist() == [0, 5, 5 + 33]
     mask = torch.cat([one.sample.loss_mask for one in cached])
-    packed = collate(cached, Chains.of(mask, starts, 3, Supervise.span))
+    packed = batch_of(CachedPack.of(cached), Chains.of(mask, starts, 3, Supervise.span))
     batch = on_device(packed, torch.device("cpu"), torch.float32)
     assert batch.aux.dtype == batch.last.dtype == batch.lse.dtype == torch.float32
     assert batch.input_ids.dtype == batch.argmax.dtype == batch.positions.dtype == torch.int64

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from conf.schema import ConfigError, JobError
 from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
-from data.records import TokenizedSample
+from data.records import SampleStates, TokenizedSample
 from data.shard_file import describe, is_whole
 from data.shard_plan import RowSizes, ShardSpan, plan_spans
-from data.shards import HiddenStateShard, SampleStates
+from data.shards import HiddenStateShard
 from data.writer import written
 
 
