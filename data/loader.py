@@ -20,8 +20,8 @@ from data.reader import ShardReader
 from data.records import CachedPack, CachedSample, TokenizedSample, TTTBatch
 from models.runs import with_moved
 
-AHEAD = 2  # windows made in the background, each by a thread of its own
-SOON = 128 << 20  # bytes beyond them that the system is asked to fetch from the disk
+AHEAD = 3  # windows made in the background, each by a thread of its own
+SOON = 256 << 20  # bytes beyond them that the system is asked to fetch from the disk
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TrainLoader:
         return min(steps, self.optim.max_steps or steps)
 
     def windows(self, start_step: int = 0) -> Iterator[StepWindow]:
-        """The windows of steps start_step, ..., total_steps-1; from a cache, two are read ahead.
+        """The windows of steps start_step, ..., total_steps-1; from a cache, some are read ahead.
 
         An error while reading is raised here; closing the iterator ends the reading threads.
         """

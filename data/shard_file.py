@@ -199,7 +199,7 @@ def damaged_sample(path: Path, places: Iterable[int]) -> str | None:
                 if name in names:
                     offsets = by_token if name in BY_TOKEN else by_asking
                     start, end = offsets[place : place + 2].tolist()
-                    parts.append(file.get_slice(name)[start:end])
+                    parts.append(raw(file.get_slice(name)[start:end]))
             if digest_of(parts) != digests[place]:
                 return f"sample {ids[place]} is not as it was written"
     return None

@@ -13,6 +13,7 @@ rows ask: their next token is supervised, so the verifier's own distribution the
 Its header names the capture and the span it belongs to, and the sample ids.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -111,7 +112,7 @@ class HiddenStateShard:
                     "compute them"
                 )
             room[start:end] = rows
-        self.digests[place] = digest_of([rows for _, rows in self.rows_of(place)])
+        self.digests[place] = digest_of([raw(rows) for _, rows in self.rows_of(place)])
 
     def bounds(self, name: str, place: int) -> tuple[int, int]:
         """The rows of sample ``place`` in tensor ``name``: the first, and the one behind."""
@@ -132,11 +133,11 @@ class HiddenStateShard:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-def digest_of(parts: list[Tensor]) -> int:
+def digest_of(parts: Iterable[memoryview]) -> int:
     """xxh3 of the bytes of ``parts`` one after the other, as a signed 64-bit number."""
     digest = xxhash.xxh3_64()
     for part in parts:
-        digest.update(raw(part))
+        digest.update(part)
     value = digest.intdigest()
     return value - (1 << 64) if value >> 63 else value
 

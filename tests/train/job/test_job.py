@@ -19,7 +19,7 @@ from conf.schema import ConfigError, JobError
 from data.manifest import manifest_file, read_manifest, shard_folder, write_manifest
 from data.prepare import find_prepared
 from data.shard_file import describe
-from data.shards import BY_TOKEN, ROWS, digest_of
+from data.shards import BY_TOKEN, ROWS, digest_of, raw
 from train import stages
 from train.stages import Stamps, train_on
 
@@ -191,7 +191,7 @@ def poison(cached: Path) -> None:
                 offsets = tensors["offsets" if name in BY_TOKEN else "last_offsets"]
                 if name in tensors:
                     rows.append(tensors[name][offsets[place] : offsets[place + 1]])
-            tensors["digests"][place] = digest_of(rows)
+            tensors["digests"][place] = digest_of([raw(part) for part in rows])
         save_file(tensors, path, about)
     entries = [describe(cached, entry.name) for entry in manifest.shards]
     write_manifest(cached, replace(manifest, shards=entries))
