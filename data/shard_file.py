@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from data.shard_plan import ShardSpan
 from data.shards import BY_TOKEN, INDEX, ROWS, HiddenStateShard, digest_of, raw
 from models.bundled import sha256_of
 
+Buffer = bytes | memoryview
 READ_BYTES = 1 << 24  # of a file at one go
 CODES = {
     torch.int64: "I64",
@@ -48,18 +49,14 @@ def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture:
     full disk by a text only. This way equal states are equal bytes, OSError keeps its number,
     and the checksums cost no second read.
     """
-    tensors = shard.tensors()
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
     ids = json.dumps(shard.ids)
     about = {"format": "pt", "capture": capture, "span": span_text(span), "ids": ids}
-    header = layout_of({name: tensors[name] for name in order}, about)
-    about["index"] = own_digest(header, [tensors[name] for name in INDEX])
     path = shard_folder(folder) / span.name
     temporary = path.with_name(path.name + ".tmp")
     sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
     try:
         with temporary.open("wb") as file:
-            for block in (packed(header), *(raw(tensors[name]) for name in order)):
+            for block in contents_of(shard.tensors(), about):
                 sha256.update(block)
                 xxh3.update(block)
                 file.write(block)
@@ -70,6 +67,15 @@ def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
     return Sums(sha256.hexdigest(), xxh3.hexdigest())
+
+
+def contents_of(tensors: dict[str, Tensor], about: dict[str, str]) -> Iterator[Buffer]:
+    """The bytes of a shard, one part after the other; ``about`` is what its header says."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
+    header = layout_of({name: tensors[name] for name in order}, dict(about))
+    header["__metadata__"]["index"] = own_digest(header, [tensors[name] for name in INDEX])
+    yield packed(header)
+    yield from (raw(tensors[name]) for name in order)
 
 
 def read_back(path: Path, sums: Sums) -> None:

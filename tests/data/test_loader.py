@@ -15,7 +15,7 @@ from torch import Tensor
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, OptimSection, Supervise, TTTSection
 from data.chains import Chains
-from data.loader import StepWindow, TrainLoader, batch_of, on_device
+from data.loader import AHEAD, StepWindow, TrainLoader, batch_of, on_device
 from data.reader import ShardReader
 from data.records import CachedPack, TokenizedSample, TTTBatch
 
@@ -255,7 +255,7 @@ def test_leaving_early_ends_the_reading_thread(reader: ShardReader):
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
-def test_it_reads_no_further_than_two_windows_ahead(reader: ShardReader, monkeypatch):
+def test_it_reads_no_further_ahead_than_it_says(reader: ShardReader, monkeypatch):
     loader = loader_of(reader, epochs=100.0)
     steps: list[int] = []
     window = loader.window
@@ -264,7 +264,7 @@ def test_it_reads_no_further_than_two_windows_ahead(reader: ShardReader, monkeyp
     for _ in range(5):
         next(windows)
     windows.close()
-    assert max(steps) <= 4 + 2
+    assert max(steps) <= 4 + AHEAD
 
 
 def test_what_is_asked_of_the_disk_is_what_is_read(reader: ShardReader, monkeypatch):

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from conf.compose import from_command_line, load_config
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, JobError
 from data.manifest import manifest_file, read_manifest, shard_folder, write_manifest
 from data.prepare import find_prepared
-from data.shard_file import describe
+from data.shard_file import contents_of, describe
 from data.shards import BY_TOKEN, ROWS, digest_of, raw
 from train import stages
 from train.stages import Stamps, train_on
@@ -192,7 +192,7 @@ def poison(cached: Path) -> None:
                 if name in tensors:
                     rows.append(tensors[name][offsets[place] : offsets[place + 1]])
             tensors["digests"][place] = digest_of([raw(part) for part in rows])
-        save_file(tensors, path, about)
+        path.write_bytes(b"".join(contents_of(tensors, about)))
     entries = [describe(cached, entry.name) for entry in manifest.shards]
     write_manifest(cached, replace(manifest, shards=entries))
 
