@@ -190,8 +190,8 @@ class CaptureSection:
     # their root mean square; null: 0.02, in fp8 0.1 (another layer's state is 1 away)
     backend: StateBackend = StateBackend.transformers  # who computes the states
     tensor_parallel: bool = False  # of transformers: all ranks hold one verifier together
-    chunk_tokens: int = 65536  # of layers: tokens that pass a layer while it is in memory; of vllm:
-    # tokens handed to it together; never more than a shard's, so raise shard_mib with it
+    chunk_tokens: int = 65536  # of layers: tokens that pass a layer while it is in memory, and that
+    # a shard holds at least; of vllm: tokens handed to it together, never more than a shard's
     dumped: str | None = None  # of dumped: folder of vLLM's or speculators' hidden-state files
     missing: MissingStates = MissingStates.refuse  # of dumped: samples without a file
     vllm_python: str | None = None  # of vllm: the Python that has it; null: the one that runs this

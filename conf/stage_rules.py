@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from conf.schema import HUB, Attention, CaptureMode, RunConfig, Stage, StateBackend
+from conf.schema import HUB, Attention, CaptureMode, MissingStates, RunConfig, Stage, StateBackend
 
 
 def flash_for_capture_alone(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
@@ -61,24 +61,37 @@ def state_backends(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
             "capture.tensor_parallel=true: one process cannot split a verifier; start with "
             "torchrun --nproc-per-node=GPUS"
         )
-    if (capture.dumped is not None) != (backend is StateBackend.dumped):
-        yield (
-            f"capture.dumped={capture.dumped}: goes with capture.backend=dumped, and that is "
-            f"{backend.value}; give both or neither"
-        )
+    yield from unheeded(cfg)
     if Stage.capture not in running:
         return
-    if capture.dumped is not None and not Path(capture.dumped).expanduser().is_dir():
-        yield (
-            f"capture.dumped={capture.dumped}: no such folder; give the one that holds the "
-            ".safetensors files with token_ids and hidden_states"
-        )
     if backend is StateBackend.vllm and not has_vllm(capture.vllm_python):
         yield (
             f"capture.vllm_python={capture.vllm_python or 'null'}: no Python with vLLM there; "
             "name the interpreter of an environment with vllm >= 0.18, or take "
             "capture.backend=transformers"
         )
+
+
+def unheeded(cfg: RunConfig) -> Iterator[str]:
+    """Knobs of another capture.backend than the chosen one."""
+    capture, backend = cfg.capture, cfg.capture.backend
+    if (capture.dumped is not None) != (backend is StateBackend.dumped):
+        yield (
+            f"capture.dumped={capture.dumped}: goes with capture.backend=dumped, and that is "
+            f"{backend.value}; give both or neither"
+        )
+    if capture.missing is MissingStates.compute and backend is not StateBackend.dumped:
+        yield (
+            f"capture.missing=compute: has no effect with capture.backend={backend.value}; leave "
+            "it out, or take capture.backend=dumped"
+        )
+    for knob in ("vllm_python", "vllm_args"):
+        value = getattr(capture, knob)
+        if value and backend is not StateBackend.vllm:
+            yield (
+                f"capture.{knob}={value}: has no effect with capture.backend={backend.value}; "
+                "leave it out, or take capture.backend=vllm"
+            )
 
 
 def has_vllm(python: str | None) -> bool:

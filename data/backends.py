@@ -1,6 +1,6 @@
 """Where the states of a capture come from: one source for each capture.backend."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,9 @@ from conf.runtime import cache_dir, say
 from conf.schema import ConfigError, MissingStates, RunConfig, StateBackend
 from data.dumped import Dump, read_streams
 from data.foreign import check_streams, states_from
-from data.records import Part, TokenizedSample
-from data.shards import SampleStates
+from data.records import Part, SampleStates, TokenizedSample
 from data.state_check import check_states
-from data.states import BatchStates, padded, states_of_chunk
+from data.states import BatchStates, batches, chunks, padded, states_of_chunk
 from data.vllm_engine import VllmEngine, vllm_engine
 from models.layerwise import states_by_layer
 from models.placement import Placement
@@ -30,7 +29,7 @@ class StateSource:
     """Gives the states of a batch of samples. What ``of`` returns gives them when it is called; a
     GPU is at work meanwhile."""
 
-    batch_tokens: int  # to ask for at a time, padding included
+    cut: Callable[[list[int]], Iterable[list[int]]]  # lengths of samples -> places, by batch
     of: Callable[[list[TokenizedSample]], Waiting]  # raises JobError
 
 
@@ -42,6 +41,7 @@ class Job:
     device: torch.device
     dtype: torch.dtype  # of the stored states
     samples: Sequence[TokenizedSample]  # all that it will be asked for
+    longest: int  # tokens of the longest of them
 
     def verifier(self, placement: Placement) -> Verifier:
         dtype = getattr(torch, self.cfg.verifier.dtype.value)
@@ -60,9 +60,8 @@ def state_source(job: Job) -> Iterator[StateSource]:
     elif backend is StateBackend.dumped:
         yield from_dump(job)
     elif backend is StateBackend.vllm:
-        longest = max(len(sample.input_ids) for sample in job.samples)
         verifier = job.verifier(Placement.layers)
-        with vllm_engine(job.cfg, verifier.facts, job.device, longest) as engine:
+        with vllm_engine(job.cfg, verifier.facts, job.device, job.longest) as engine:
             yield from_vllm(job, verifier, engine)
     else:
         yield whole(job)
@@ -78,7 +77,7 @@ def whole(job: Job) -> StateSource:
         ids = padded(samples)[0].to(verifier.device)
         return BatchStates.of(verifier, samples, verifier.states(ids), job.dtype).arrived
 
-    return StateSource(capture.batch_tokens, start)
+    return StateSource(partial(batches, limit=capture.batch_tokens), start)
 
 
 def by_layer(job: Job) -> StateSource:
@@ -90,7 +89,7 @@ def by_layer(job: Job) -> StateSource:
 
     check_states(verifier, run, job.samples, job.dtype, capture.tolerance)
     return StateSource(
-        max(capture.chunk_tokens, capture.batch_tokens),
+        partial(chunks, limit=max(capture.chunk_tokens, capture.batch_tokens)),
         lambda samples: partial(
             states_of_chunk, verifier, samples, job.dtype, capture.batch_tokens
         ),
@@ -102,7 +101,7 @@ def from_vllm(job: Job, verifier: Verifier, engine: VllmEngine) -> StateSource:
     capture = job.cfg.capture
     check_streams(verifier, engine.streams, job.samples, capture.tolerance, "capture.backend=vllm")
     return StateSource(
-        max(capture.chunk_tokens, capture.batch_tokens),  # it makes batches of its own
+        partial(chunks, limit=max(capture.chunk_tokens, capture.batch_tokens)),
         lambda samples: partial(
             states_from,
             verifier,
@@ -147,7 +146,8 @@ def from_dump(job: Job) -> StateSource:
         check_streams(verifier, streams, there, capture.tolerance, source)
     computes = capture.missing is MissingStates.compute
     limit = capture.chunk_tokens if computes else capture.batch_tokens
-    return StateSource(max(limit, capture.batch_tokens), lambda samples: partial(of, samples))
+    cut = partial(chunks, limit=max(limit, capture.batch_tokens))
+    return StateSource(cut, lambda samples: partial(of, samples))
 
 
 def tell_missing(job: Job, dump: Dump, there: Sequence[TokenizedSample]) -> None:

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from conf.compose import entry
 from conf.runtime import RankInfo, progress, say
-from conf.schema import CaptureMode, ConfigError, RunConfig
+from conf.schema import CaptureMode, ConfigError, RunConfig, Stage
 from data.backends import Job, StateSource, Waiting, state_source
-from data.capture_job import CaptureJob, begin, claim
+from data.capture_job import CaptureJob, take
 from data.corpus import load_prepared
 from data.distributed import (
     barrier,
@@ -30,10 +30,10 @@ from data.distributed import (
     use_threads,
 )
 from data.manifest import Manifest, ShardEntry, shard_folder, write_manifest
+from data.origin import agreement_of
 from data.prepare import prepare
-from data.records import Part, PreparedData, TokenizedSample
-from data.shards import HiddenStateShard, SampleStates
-from data.states import batches
+from data.records import Part, PreparedData, SampleStates, TokenizedSample
+from data.shards import HiddenStateShard
 from data.writer import ShardWriter
 
 
@@ -45,13 +45,10 @@ def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
     JobError when the states do not reproduce the verifier's own logits.
     """
     with ExitStack() as held, full_disk_named(cfg):
-        job = begin(cfg, prepared, ranks)
+        job = take(cfg, prepared, ranks, held)
         if job.complete:
             say(f"capture: already in {job.folder}")
         else:
-            if ranks.is_main:
-                claim(cfg, job, held)
-            barrier()
             job = finish(job, write_missing(cfg, prepared, job, ranks), ranks)
         say(summary(job.manifest))
         return job.folder
@@ -83,13 +80,14 @@ def write_missing(
         return []
     device, stored = pick_device(cfg.run.device, ranks.local_rank), job.manifest.dtype
     places = [i for span in mine for i in range(span.first, span.first + span.count)]
-    wanted = Job(cfg, device, getattr(torch, stored), Part(prepared.samples, places))
+    longest = int(prepared.samples.lengths[places].max())
+    wanted = Job(cfg, device, getattr(torch, stored), Part(prepared.samples, places), longest)
     alone = together or ranks.world_size == 1
     of_all = "" if alone else f" (rank 0 of {ranks.world_size})"
     tokens = sum(span.tokens for span in mine)
     with (
         state_source(wanted) as source,
-        ShardWriter(job.folder, job.manifest.fingerprint) as writer,
+        ShardWriter(job.folder, job.manifest.source) as writer,
     ):
         bar = cast(tqdm, progress((), tokens, "capture" + of_all, "token"))
         with closing(bar):
@@ -125,7 +123,7 @@ def fill(
 
     lengths = [len(sample.input_ids) for sample in samples]
     before: tuple[list[int], Waiting] | None = None
-    for places in batches(lengths, source.batch_tokens):
+    for places in source.cut(lengths):
         started = source.of([samples[i] for i in places])
         if before is not None:
             store(before[0], before[1]())
@@ -137,7 +135,7 @@ def fill(
 def finish(job: CaptureJob, written: list[ShardEntry], ranks: RankInfo) -> CaptureJob:
     """Write the manifest of the shards that were there and those of all ranks."""
     shards = job.manifest.shards + [entry for part in gather_objects(written) for entry in part]
-    manifest = replace(job.manifest, shards=sorted(shards, key=lambda entry: entry.name))
+    manifest = replace(job.manifest, shards=sorted(shards, key=lambda entry: entry.number))
     if ranks.is_main:
         names = {entry.name for entry in manifest.shards}
         for path in shard_folder(job.folder).iterdir():
@@ -150,14 +148,8 @@ def finish(job: CaptureJob, written: list[ShardEntry], ranks: RankInfo) -> Captu
 
 def summary(manifest: Manifest) -> str:
     """One line: sizes, and whether the answers are the verifier's own (high) or foreign (low)."""
-    tokens = sum(shard.tokens for shard in manifest.shards)
-    supervised = sum(shard.supervised for shard in manifest.shards)
-    agreed = sum(shard.agreed for shard in manifest.shards)
     size = sum(shard.bytes for shard in manifest.shards)
-    return (
-        f"capture: {tokens:,} tokens in {size / 1e9:.3g} GB, {supervised / tokens:.1%} supervised; "
-        f"the verifier's top choice agrees with {agreed / max(supervised, 1):.1%} of them"
-    )
+    return f"capture: {size / 1e9:.3g} GB; {agreement_of(manifest)}"
 
 
 def main(cfg: RunConfig) -> None:
@@ -176,4 +168,4 @@ def main(cfg: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    entry(main)
+    entry(main, running=(Stage.prepare, Stage.capture))

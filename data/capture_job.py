@@ -11,7 +11,7 @@ import torch
 
 from conf.runtime import RankInfo, cache_dir, fingerprint, say
 from conf.schema import ConfigError, JobError, RunConfig, StateBackend
-from data.distributed import broadcast_object
+from data.distributed import barrier, broadcast_object
 from data.dumped import listing
 from data.integrity import examine
 from data.manifest import FORMAT_VERSION, Manifest, manifest_file, read_manifest, shard_folder
@@ -39,6 +39,7 @@ class CaptureJob:
     folder: Path
     manifest: Manifest  # its shards: those that need not be written
     spans: list[ShardSpan]  # all shards
+    problem: str = ""  # with an earlier cache that was complete
     complete: bool = False
 
     @property
@@ -47,23 +48,56 @@ class CaptureJob:
         return [span for span in self.spans if span.name not in there]
 
 
-def begin(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> CaptureJob:
-    """Plan on rank 0, and look on all ranks at the shards of an earlier capture."""
+def take(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo, held: ExitStack) -> CaptureJob:
+    """Look for a complete cache; where there is none, keep other captures out and look again.
+
+    Another capture may have ended between the two, or have left shards for this one to take over.
+    """
     job = broadcast_object(plan(cfg, prepared) if ranks.is_main else None)
     assert job is not None
+    if job.manifest.shards:
+        job = looked_at(cfg, job, ranks)
+    if job.complete:
+        return job
+    new = not job.folder.exists()
+    if ranks.is_main:
+        if new:  # nothing is made in vain
+            check_space(cfg, job.folder, job.spans)
+        held.enter_context(sole_writer(job.folder))
+    barrier()
+    job = broadcast_object(plan(cfg, prepared) if ranks.is_main else None)
+    assert job is not None
+    job = looked_at(cfg, job, ranks)
+    if ranks.is_main and not job.complete:
+        if job.problem:
+            say(f"capture: mending an incomplete cache ({job.problem})")
+        if not new:
+            check_space(cfg, job.folder, job.todo)
+        for leftover in shard_folder(job.folder).glob("*.tmp"):
+            leftover.unlink()  # of a run that was killed
+    barrier()
+    return job
+
+
+def looked_at(cfg: RunConfig, job: CaptureJob, ranks: RankInfo) -> CaptureJob:
+    """Look on all ranks at the shards of an earlier capture."""
     promised = bool(job.manifest.shards)
     found = examine(job.folder, job.spans, job.manifest, cfg.capture.verify, ranks)
+    problem = job.problem
     if found.faults:
         more = f", and {len(found.faults) - 1} more" if len(found.faults) > 1 else ""
-        say(f"capture: mending an incomplete cache ({found.faults[0]}{more})")
-    job = replace(job, manifest=replace(job.manifest, shards=found.whole))
+        problem = f"{found.faults[0]}{more}"
+    job = replace(job, manifest=replace(job.manifest, shards=found.whole), problem=problem)
     return replace(job, complete=promised and not job.todo)
 
 
 def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
     """How the samples are cut into shards: as in the manifest that is there, else anew."""
     facts = load_facts(cfg.verifier, cache_dir(cfg))
-    manifest = manifest_of(cfg, prepared, facts)
+    dumped = cfg.capture.dumped
+    dump = listing(Path(dumped).expanduser()) if dumped else ""
+    manifest = replace(manifest_of(cfg, prepared, facts), dump=dump)
+    problem = ""
     folder = cache_dir(cfg) / f"capture-{manifest.fingerprint}"
     lengths, asking = prepared.samples.lengths, prepared.samples.asking
     sizes = RowSizes.of(facts.hidden_size, len(facts.aux_layers), getattr(torch, manifest.dtype))
@@ -72,24 +106,20 @@ def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
             found = read_manifest(folder)
             refuse_other_dump(cfg, manifest, found)
             manifest = replace(manifest, shards=found.shards, dump=found.dump)
-        except ConfigError as problem:
-            say(f"capture: mending an incomplete cache ({problem})")
-    spans = plan_spans(lengths, asking, sizes, cfg.capture.shard_mib * MIB)
+        except ConfigError as error:
+            problem = str(error)
+    spans = plan_spans(lengths, asking, sizes, cfg.capture.shard_mib * MIB, chunk_of(cfg))
     counts = [entry.samples for entry in manifest.shards]
     if sum(counts) == len(lengths):
         spans = cut_spans(lengths, asking, sizes, counts)
     else:
         manifest = replace(manifest, shards=[])
-    return CaptureJob(folder, manifest, spans)
+    return CaptureJob(folder, manifest, spans, problem)
 
 
-def claim(cfg: RunConfig, job: CaptureJob, held: ExitStack) -> None:
-    """Rank 0's part before any rank writes: see that there is room, lock the folder, tidy up."""
-    if job.todo:
-        check_space(cfg, job.folder, job.todo)
-    held.enter_context(sole_writer(job.folder))
-    for leftover in shard_folder(job.folder).glob("*.tmp"):
-        leftover.unlink()  # of a run that was killed
+def chunk_of(cfg: RunConfig) -> int:
+    """Tokens that a shard may hold at any size: each shard costs one reading of the weights."""
+    return cfg.capture.chunk_tokens if cfg.capture.backend is StateBackend.layers else 0
 
 
 def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) -> Manifest:
@@ -98,7 +128,6 @@ def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) ->
     The library's states are the same whole, layer by layer or split over ranks, but for the last
     bits, as they are in other batches; another engine's are not, nor are those of other files.
     """
-    backend, dumped = cfg.capture.backend, cfg.capture.dumped
     cache = cache_dir(cfg)
     weights = weights_fingerprint(resolve(cfg.verifier.path, cache))
     tokenizer = load_tokenizer(cfg.verifier, cache)
@@ -123,8 +152,8 @@ def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) ->
         dtype=dtype.value,
         hidden_size=facts.hidden_size,
         aux_layers=facts.aux_layers,
-        backend=backend.value,
-        dump=listing(Path(dumped).expanduser()) if dumped else "",
+        backend=cfg.capture.backend.value,
+        dump="",  # only a capture reads the files
     )
 
 
@@ -145,8 +174,8 @@ def refuse_other_dump(cfg: RunConfig, wanted: Manifest, found: Manifest) -> None
     there = cfg.capture.dumped and Path(cfg.capture.dumped).expanduser().is_dir()
     if there and wanted.dump != found.dump:
         raise JobError(
-            f"capture.dumped={cfg.capture.dumped}: names and sizes of its files give {wanted.dump} "
-            f"and the cache was packed from {found.dump}; put the new files into another folder, "
+            f"capture.dumped={cfg.capture.dumped}: its files give {wanted.dump} and "
+            f"the cache was packed from {found.dump}; put the new files into another folder, "
             "or set another run.cache"
         )
 

@@ -1,9 +1,6 @@
 """The columns of the prepared samples while they grow: a file each, so that memory stays flat."""
 
 import errno
-import fcntl
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conf.runtime import sync_folder
+from conf.scratch import Scratch
 from data.encoder import SampleBlock
 
 BLOCK = 1 << 20  # items
@@ -26,19 +24,11 @@ Kept = NDArray[np.bool_]
 
 
 class Columns:
-    """A folder with a file a column, to append to and then to read back in blocks.
-
-    The folder is locked while this is open; what a killed process left behind is removed.
-    """
+    """A scratch folder with a file a column, to append to and then to read back in blocks."""
 
     def __init__(self, folder: Path):
-        for old in folder.parent.glob(f".{folder.name}.*.tmp"):
-            remove_orphan(old)
-        self.folder = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        self.folder.mkdir(parents=True)
-        self.lock = (self.folder / "lock.tmp").open("w")
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
-        (self.folder / "lock.tmp").rename(self.folder / "lock")  # no moment with an open lock
+        self.scratch = Scratch(folder.parent, folder.name)
+        self.folder = self.scratch.folder
         self.files = {item.name: self.path(item.name).open("wb") for item in fields(SampleBlock)}
 
     def path(self, name: str) -> Path:
@@ -82,10 +72,10 @@ class Columns:
         Another process that was first made the same samples: then its folder stays.
         """
         self.finish()
-        for name in (*map(self.path, self.files), self.folder / "lock"):
-            name.unlink()
+        for name in self.files:
+            self.path(name).unlink()
         try:
-            self.folder.rename(folder)
+            self.scratch.publish(folder)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
@@ -94,21 +84,7 @@ class Columns:
     def close(self) -> None:
         """Remove the folder, if it still has its temporary name."""
         self.finish()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.lock.close()
-
-
-def remove_orphan(folder: Path) -> None:
-    """Remove a temporary folder unless the process that fills it is alive: it holds the lock."""
-    lock = folder / "lock"
-    if not lock.exists():
-        return
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        shutil.rmtree(folder, ignore_errors=True)
+        self.scratch.close()
 
 
 def runs_of(kept: Kept, lengths: NDArray[np.int64]) -> list[range]:

@@ -13,6 +13,7 @@ by its token ids, whatever its file is called.
 """
 
 import hashlib
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from conf.runtime import fingerprint, progress
+from conf.runtime import progress
 from conf.schema import ConfigError
 from data.fp8 import FP8
 from data.records import TokenizedSample
 from models.facts import VerifierFacts
 
 IDS, STATES, SCALES = "token_ids", "hidden_states", "hidden_states_scales"
+BLOCKS, BLOCK = 4, 1 << 12  # of a file that are compared, evenly spaced, and the bytes of one
 SHORT = "fewer or more states than tokens"
 SHAPE = "hidden_states that are not [T, A+1, D]"
 TORN = "not a whole safetensors file"
@@ -50,6 +52,11 @@ class Dump:
         A file that is torn or holds other than one state a token is counted and left out. Raises
         ConfigError, with both values, for states of another width, number or dtype than wanted.
         """
+        if not folder.is_dir():
+            raise ConfigError(
+                f"capture.dumped={folder}: no such folder; give the one that holds the "
+                f".safetensors files with {IDS} and {STATES}"
+            )
         dump = cls(folder)
         paths = sorted(folder.rglob("*.safetensors"))
         for path in progress(paths, len(paths), "open dumped states", "file"):
@@ -149,6 +156,16 @@ def read_streams(path: Path, sample: TokenizedSample) -> Tensor:
 
 
 def listing(folder: Path) -> str:
-    """A digest of the names and sizes of the files: it changes when another dump takes over."""
+    """A digest of the files: of names, sizes and some blocks. It changes when another dump takes
+    over, even one of the same sequences: other states differ in practically every block.
+    """
     files = sorted(folder.rglob("*.safetensors"))
-    return fingerprint([(str(p.relative_to(folder)), p.stat().st_size) for p in files])
+    digest = hashlib.sha256()
+    for path in progress(files, len(files), "compare dumped states", "file"):
+        size = path.stat().st_size
+        digest.update(json.dumps([str(path.relative_to(folder)), size]).encode())
+        with path.open("rb", buffering=0) as file:
+            for number in range(BLOCKS):
+                file.seek(max(0, size - BLOCK) * number // (BLOCKS - 1))
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()[:12]

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import JobError
-from data.records import TokenizedSample
-from data.shards import SampleStates
+from data.records import SampleStates, TokenizedSample
 from data.state_check import PROBE_SAMPLES, probe_of
 from data.states import BatchStates, batches, padded
 from models.layerwise import finish

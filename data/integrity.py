@@ -44,7 +44,7 @@ def examine(
     def look(span: ShardSpan) -> ShardEntry | str | None:
         entry = known.get(span.name)
         if entry is None:
-            return unknown_shard(folder, span, manifest.fingerprint)
+            return unknown_shard(folder, span, manifest.source)
         places = range(-span.first % step, span.count, step)
         return fault_of(folder, entry, verify, places) or entry
 

@@ -20,8 +20,8 @@ from data.reader import ShardReader
 from data.records import CachedPack, CachedSample, TokenizedSample, TTTBatch
 from models.runs import with_moved
 
-AHEAD = 2  # windows made in the background, each by a thread of its own
-SOON = 128 << 20  # bytes beyond them that the system is asked to fetch from the disk
+AHEAD = 3  # windows made in the background, each by a thread of its own
+SOON = 256 << 20  # bytes beyond them that the system is asked to fetch from the disk
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class TrainLoader:
         return min(steps, self.optim.max_steps or steps)
 
     def windows(self, start_step: int = 0) -> Iterator[StepWindow]:
-        """The windows of steps start_step, ..., total_steps-1; from a cache, two are read ahead.
+        """The windows of steps start_step, ..., total_steps-1; from a cache, some are read ahead.
 
-        An error while reading is raised here; closing the iterator ends the reading thread.
+        An error while reading is raised here; closing the iterator ends the reading threads.
         """
         steps = range(start_step, self.total_steps)
         if isinstance(self.source, ShardReader):
@@ -175,16 +175,6 @@ class TrainLoader:
 def generator_of(*parts: object) -> torch.Generator:
     """Random numbers that depend on ``parts`` alone."""
     return torch.Generator().manual_seed(int(fingerprint(*parts), 16))
-
-
-def starts_of(samples: list[CachedSample]) -> Tensor:
-    """[B+1] first packed row of each sample, and the end of the last."""
-    return torch.tensor([0, *(len(cached.sample.input_ids) for cached in samples)]).cumsum(0)
-
-
-def collate(samples: list[CachedSample], chains: Chains) -> TTTBatch:
-    """``samples`` end to end, with the chains that run on them."""
-    return batch_of(CachedPack.of(samples), chains)
 
 
 def batch_of(pack: CachedPack, chains: Chains) -> TTTBatch:

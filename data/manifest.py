@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conf.runtime import plain, write_atomically
-from conf.schema import ConfigError
+from conf.schema import ConfigError, StateDtype
 
 FORMAT_VERSION = 2
 AUX_MEANING = "residual stream after n decoder layers, n ascending, concatenated"
@@ -26,6 +26,11 @@ class ShardEntry:
     sha256: str
     index: str  # digest of its header and small tensors, compared whenever it is opened
 
+    @property
+    def number(self) -> int:
+        """By which shards are ordered: a name sorts wrongly from 100,000 shards on."""
+        return int(self.name.partition(".")[0])
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -43,10 +48,15 @@ class Manifest:
     hidden_size: int
     aux_layers: list[int]
     backend: str  # capture.backend that computed the states, or the last of them
-    dump: str  # of backend=dumped: digest of the names and sizes of its files; else empty
+    dump: str  # of backend=dumped: digest of its files (see data/dumped.py); else empty
     aux_meaning: str = AUX_MEANING
     last_meaning: str = LAST_MEANING
     shards: list[ShardEntry] = field(default_factory=list)
+
+    @property
+    def source(self) -> str:
+        """What each shard's header names: the capture and, where there are, the dumped files."""
+        return f"{self.fingerprint} {self.dump}".rstrip()
 
 
 def shard_folder(folder: Path) -> Path:
@@ -83,28 +93,25 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def open_manifest(
-    folder: Path,
-    verifier: str | None = None,
-    dtype: str | None = None,
-    aux_layers: list[int] | None = None,
-) -> Manifest:
+def open_manifest(folder: Path, wanted: Manifest | None = None) -> Manifest:
     """Read the manifest and compare it with the files beside it, by presence and size.
 
-    ``verifier`` is the weights_fingerprint of the verifier in use, ``dtype`` and ``aux_layers``
-    what its states must be; None compares nothing. Raises ConfigError with both values when one is
-    another, and for a shard that is missing or cut.
+    ``wanted`` describes the states that are needed; None compares nothing. Raises ConfigError with
+    both values when something of it is another, and for a shard that is missing or cut.
     """
     manifest = read_manifest(folder)
-    for name, wanted, way in (
-        ("verifier", verifier, f"that of the verifier in use, and not of {manifest.verifier_path}"),
-        ("dtype", dtype, "which is capture.dtype"),
-        ("aux_layers", aux_layers, "which are verifier.aux_layers"),
+    for name, way in (
+        ("verifier", f"that of the verifier in use, and not of {manifest.verifier_path}"),
+        ("dtype", "which is capture.dtype"),
+        ("aux_layers", "which are verifier.aux_layers"),
+        ("prepared", "the samples that the data section gives"),
+        ("tokenizer", "that of the verifier in use"),
+        ("template", "that of the verifier in use with data.template_kwargs"),
     ):
-        found = getattr(manifest, name)
-        if wanted is not None and found != wanted:
+        found, ours = shown(manifest, name), shown(wanted or manifest, name)
+        if found != ours:
             raise ConfigError(
-                f"{manifest_file(folder)}: {name}={found} must be {wanted}, {way}; capture the "
+                f"{manifest_file(folder)}: {name}={found} must be {ours}, {way}; capture the "
                 "states again with data.capture"
             )
     for entry in manifest.shards:
@@ -112,6 +119,11 @@ def open_manifest(
         if wrong:
             raise ConfigError(f"{wrong}; run data.capture, which writes this shard again")
     return manifest
+
+
+def shown(manifest: Manifest, name: str) -> str:
+    """A field as the knob's value is written: float8_e4m3fn is capture.dtype=fp8."""
+    return StateDtype(manifest.dtype).name if name == "dtype" else str(getattr(manifest, name))
 
 
 def misfit(folder: Path, entry: ShardEntry) -> str | None:

@@ -8,7 +8,7 @@ or mask, template or tokenizer do not fit (below 0.15, as far as has been report
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.runtime import cache_dir, say
+from conf.runtime import cache_dir
 from conf.schema import ConfigError, JobError, RunConfig
 from data.manifest import Manifest, manifest_file, read_manifest
 from data.records import PreparedData
@@ -17,7 +17,7 @@ from models.export.card import DataFacts
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of all captured tokens."""
+    """Of all captured tokens, or of some first ones."""
 
     tokens: int
     supervised: int
@@ -65,8 +65,7 @@ def find_agreement(cfg: RunConfig, prepared: PreparedData) -> Agreement | None:
 
 
 def require_agreement(cfg: RunConfig, agreement: Agreement) -> None:
-    """Say what a training is about to learn from. Raises JobError below capture.min_agreement."""
-    say(f"training data: {agreement}")
+    """Of what a training is about to learn from. Raises JobError below capture.min_agreement."""
     paths = ",".join(cfg.data.path)
     if agreement.top1 < cfg.capture.min_agreement:
         raise JobError(

@@ -3,7 +3,7 @@
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from conf.schema import ConfigError
 from data.fp8 import FP8
-from data.manifest import ShardEntry, open_manifest, shard_folder
-from data.records import CachedPack, CachedSample, TokenizedSample
+from data.manifest import Manifest, ShardEntry, open_manifest, shard_folder
+from data.records import CachedPack, CachedSample, TokenizedSample, named
 from data.room import Room
 from data.shard_file import damaged, index_digest
-from data.shard_index import ShardIndex
-from data.shards import digest_of
+from data.shard_index import ShardIndex, Stretch
+from data.shards import digest_of, raw
 
 
 class ShardReader:
@@ -28,19 +28,13 @@ class ShardReader:
     ``lengths`` [S] int64, ``held_out`` and ``greedy`` [S] bool describe all samples.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        verifier: str | None = None,
-        dtype: str | None = None,
-        aux_layers: list[int] | None = None,
-    ):
+    def __init__(self, folder: Path, wanted: Manifest | None = None):
         """Raises ConfigError: other states or format than wanted, a missing, cut or torn shard.
 
         What is wanted: see open_manifest; None: any.
         """
         self.folder = folder
-        self.manifest = open_manifest(folder, verifier, dtype, aux_layers)
+        self.manifest = open_manifest(folder, wanted)
         self._shards = [self._open(entry) for entry in self.manifest.shards]
         self._digests = self._joined("digests").tolist()
         self.lengths = torch.cat([shard.small["offsets"].diff() for shard in self._shards])
@@ -53,6 +47,7 @@ class ShardReader:
                 "and run data.capture"
             )
         counts = torch.tensor([0, *(entry.samples for entry in self.manifest.shards)])
+        self._count = len(index)  # a tensor's own length takes a microsecond
         self._room = Room()
         self._firsts: list[int] = counts.cumsum(0)[:-1].tolist()
 
@@ -60,7 +55,7 @@ class ShardReader:
         return str(self.folder)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self._count
 
     @property
     def train_indices(self) -> list[int]:
@@ -82,33 +77,23 @@ class ShardReader:
         Raises ConfigError when a byte of it is not what capture wrote.
         """
         pack = self.read_pack([index])
-        return CachedSample(
-            sample=pack.samples[0],
-            aux=pack.aux,
-            last=pack.last,
-            argmax=pack.argmax,
-            lse=pack.lse,
-            aux_scales=pack.aux_scales,
-            last_scales=pack.last_scales,
-        )
+        (sample,) = pack.samples
+        return CachedSample(sample=sample, **dict(named(pack)))
 
     def read_pack(self, indices: Sequence[int]) -> CachedPack:
         """The samples end to end, each read into its place; in the order of the files."""
         parts = [self._shard(index).rows_of(self._place(index)) for index in indices]
         columns = list(zip(*parts, strict=True))  # one tensor's rows, by sample
-        heights = [[part.shape[0] for part in column] for column in columns]
-        whole = [
-            column[0].rows(0, sum(rows)) for column, rows in zip(columns, heights, strict=True)
-        ]
+        whole = [column[0].rows(0, sum(part.shape[0] for part in column)) for column in columns]
         found = self._room.tensors(whole)
-        split = (block.split(rows) for block, rows in zip(found, heights, strict=True))
-        rooms = list(zip(*split, strict=True))  # by sample, then in the order of ROWS
+        cut = (pieces(block, column) for block, column in zip(found, columns, strict=True))
+        rooms = list(zip(*cut, strict=True))  # by sample, then in the order of ROWS
         blocks = {one.name: block for one, block in zip(whole, found, strict=True)}
         for number, handle in self._opened(indices):
             shard, index = self._shard(indices[number]), indices[number]
             for part, room in zip(parts[number], rooms[number], strict=True):
                 shard.read(handle, part, room)
-            if digest_of(list(rooms[number])) != self._digests[index]:
+            if digest_of(rooms[number]) != self._digests[index]:
                 name = shard.ids[self._place(index)]
                 raise damaged(shard.path, f"sample {name} is not as it was written")
         lengths = [int(self.lengths[index]) for index in indices]
@@ -156,8 +141,8 @@ class ShardReader:
         return self._shards[self._shard_number(index)]
 
     def _shard_number(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+        if not 0 <= index < self._count:
+            raise IndexError(f"sample {index} of {self._count}")
         return bisect_right(self._firsts, index) - 1
 
     def _place(self, index: int) -> int:
@@ -197,3 +182,13 @@ class ShardReader:
             states |= {"aux_scales": (entry.tokens, layers), "last_scales": (entry.asking, 1)}
         offsets = dict.fromkeys(("offsets", "last_offsets"), (entry.samples + 1,))
         return {**one_a_token, **one_a_row, **samples, **states, **offsets}
+
+
+def pieces(block: Tensor, parts: Sequence[Stretch]) -> list[memoryview]:
+    """The bytes of ``block`` that each of ``parts`` is read into, one behind the other.
+
+    No tensors: making some for every sample would cost half of what reading it does.
+    """
+    room = raw(block)
+    ends = [0, *accumulate(part.bytes for part in parts)]
+    return [room[start:end] for start, end in pairwise(ends)]

@@ -5,8 +5,8 @@ vocabulary, K unroll depth, N draft tokens a round. ``last`` is the state after 
 norm.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import overload
 
@@ -132,13 +132,13 @@ class Part(Sequence[TokenizedSample]):
 
 
 @dataclass(frozen=True)
-class CachedSample:
-    """Rows that ask, L of T, are those whose next token is supervised (see data/chains.py).
+class SampleStates:
+    """What the verifier says about T tokens, L of whose rows ask: their next token is supervised
+    (see data/chains.py).
 
     States are in the cache's dtype; in fp8 a value counts ``scales`` of its row and state.
     """
 
-    sample: TokenizedSample
     aux: Tensor  # [T, A*D] residual streams after the aux layers, ascending
     last: Tensor  # [L, D]
     argmax: Tensor  # [L] int64: the verifier's own next token at each row that asks
@@ -147,17 +147,26 @@ class CachedSample:
     last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
 
 
+def named(states: SampleStates) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of states that are there, by name."""
+    for item in fields(SampleStates):
+        rows = getattr(states, item.name)
+        if rows is not None:
+            yield item.name, rows
+
+
 @dataclass(frozen=True)
-class CachedPack:
+class CachedSample(SampleStates):
+    """A sample beside its states."""
+
+    sample: TokenizedSample = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class CachedPack(SampleStates):
     """B cached samples end to end: T rows, L of which ask."""
 
-    samples: list[TokenizedSample]
-    aux: Tensor  # [T, A*D]
-    last: Tensor  # [L, D]
-    argmax: Tensor  # [L] int64
-    lse: Tensor  # [L] fp32
-    aux_scales: Tensor | None = None  # [T, A] fp32, of fp8 alone
-    last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
+    samples: list[TokenizedSample] = field(kw_only=True)
 
     @classmethod
     def of(cls, cached: Sequence[CachedSample]) -> "CachedPack":

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from data.shard_plan import ShardSpan
 from data.shards import BY_TOKEN, INDEX, ROWS, HiddenStateShard, digest_of, raw
 from models.bundled import sha256_of
 
+Buffer = bytes | memoryview
 READ_BYTES = 1 << 24  # of a file at one go
 CODES = {
     torch.int64: "I64",
@@ -42,22 +43,20 @@ class Sums:
 def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture: str) -> Sums:
     """Write a shard whole or not at all, and return the checksums of what was written.
 
+    ``capture`` is the text by which a later run knows its own (Manifest.source).
+
     The safetensors layout is written here: the library orders its header at random and tells a
     full disk by a text only. This way equal states are equal bytes, OSError keeps its number,
     and the checksums cost no second read.
     """
-    tensors = shard.tensors()
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
-    about = {"format": "pt", "capture": capture, "span": span_text(span)}
-    header = header_of(
-        {name: tensors[name] for name in order}, about | {"ids": json.dumps(shard.ids)}
-    )
+    ids = json.dumps(shard.ids)
+    about = {"format": "pt", "capture": capture, "span": span_text(span), "ids": ids}
     path = shard_folder(folder) / span.name
     temporary = path.with_name(path.name + ".tmp")
     sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
     try:
         with temporary.open("wb") as file:
-            for block in (header, *(raw(tensors[name]) for name in order)):
+            for block in contents_of(shard.tensors(), about):
                 sha256.update(block)
                 xxh3.update(block)
                 file.write(block)
@@ -68,6 +67,15 @@ def write_shard(folder: Path, span: ShardSpan, shard: HiddenStateShard, capture:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
     return Sums(sha256.hexdigest(), xxh3.hexdigest())
+
+
+def contents_of(tensors: dict[str, Tensor], about: dict[str, str]) -> Iterator[Buffer]:
+    """The bytes of a shard, one part after the other; ``about`` is what its header says."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
+    header = layout_of({name: tensors[name] for name in order}, dict(about))
+    header["__metadata__"]["index"] = own_digest(header, [tensors[name] for name in INDEX])
+    yield packed(header)
+    yield from (raw(tensors[name]) for name in order)
 
 
 def read_back(path: Path, sums: Sums) -> None:
@@ -90,7 +98,11 @@ def read_back(path: Path, sums: Sums) -> None:
 
 def header_of(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
     """What a safetensors file begins with: its length, and JSON padded to eight bytes."""
-    header: dict[str, object] = {"__metadata__": about}
+    return packed(layout_of(tensors, about))
+
+
+def layout_of(tensors: dict[str, Tensor], about: dict[str, str]) -> dict[str, dict]:
+    header: dict[str, dict] = {"__metadata__": about}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -99,9 +111,38 @@ def header_of(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
+    return header
+
+
+def packed(header: dict[str, dict]) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def own_digest(header: dict[str, dict], index: list[Tensor]) -> str:
+    """xxh3 of a header, but for the place of this digest, and of the tensors of INDEX.
+
+    By it a shard is known that a killed capture left, and no manifest: all that says where a
+    sample lies and whose it is.
+    """
+    about = {name: text for name, text in header["__metadata__"].items() if name != "index"}
+    digest = xxhash.xxh3_128(json.dumps(header | {"__metadata__": about}).encode())
+    for tensor in index:
+        digest.update(raw(tensor))
+    return digest.hexdigest()
+
+
+def damaged_index(path: Path) -> str | None:
+    """Compare a shard's header and small tensors with the digest in it -> what is wrong, if any is.
+
+    Raises SafetensorError when the file is cut or a tensor is not there.
+    """
+    with safe_open(path, framework="pt") as file, path.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        index = [file.get_tensor(name) for name in INDEX]
+    wanted, found = header["__metadata__"].get("index"), own_digest(header, index)
+    return None if found == wanted else f"its index is {found}, must be {wanted} by its header"
 
 
 def span_text(span: ShardSpan) -> str:
@@ -122,9 +163,12 @@ def describe(folder: Path, name: str, sha256: str | None = None) -> ShardEntry:
     """A shard as the manifest is to know it, from its file.
 
     ``sha256`` of the file where it is known; None reads it and compares every sample with its
-    digest. Raises ConfigError when the parts do not fit each other or a sample is damaged.
+    digest. Raises ConfigError when the parts do not fit each other or one of them is damaged.
     """
     path = shard_folder(folder) / name
+    wrong = damaged_index(path)  # first, since all else looks where the index says
+    if wrong:
+        raise damaged(path, wrong)
     with safe_open(path, framework="pt") as file:
         ids, mask = file.get_tensor("input_ids"), file.get_tensor("loss_mask").bool()
         offsets, argmax = file.get_tensor("offsets"), file.get_tensor("argmax")
@@ -161,7 +205,7 @@ def damaged_sample(path: Path, places: Iterable[int]) -> str | None:
                 if name in names:
                     offsets = by_token if name in BY_TOKEN else by_asking
                     start, end = offsets[place : place + 2].tolist()
-                    parts.append(file.get_slice(name)[start:end])
+                    parts.append(raw(file.get_slice(name)[start:end]))
             if digest_of(parts) != digests[place]:
                 return f"sample {ids[place]} is not as it was written"
     return None

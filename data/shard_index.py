@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from data.shard_file import CODES, damaged
-from data.shards import BY_TOKEN, INDEX, ROWS, raw
+from data.shards import BY_TOKEN, INDEX, ROWS
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
@@ -69,21 +69,21 @@ class ShardIndex:
 
     def rows_of(self, place: int) -> list[Stretch]:
         """Where the rows of sample ``place`` of this shard lie, in the order of ROWS."""
-        found = []
-        for name in ROWS:
-            if name in self.tensors:
-                offsets = self.small["offsets" if name in BY_TOKEN else "last_offsets"]
-                start, end = offsets[place : place + 2].tolist()
-                found.append(self.tensors[name].rows(start, end))
-        return found
+        by_token = self.small["offsets"][place : place + 2].tolist()
+        by_asking = self.small["last_offsets"][place : place + 2].tolist()
+        return [
+            self.tensors[name].rows(*(by_token if name in BY_TOKEN else by_asking))
+            for name in ROWS
+            if name in self.tensors
+        ]
 
-    def read(self, handle: int, stretch: Stretch, rows: Tensor) -> None:
-        """Fill ``rows`` with the stretch, from the open file ``handle``.
+    def read(self, handle: int, stretch: Stretch, room: memoryview) -> None:
+        """Fill ``room`` with the bytes of the stretch, from the open file ``handle``.
 
         One read takes it all: a mapped file would be fetched in pieces of some pages, each waited
         for. Raises ConfigError when the file ends before.
         """
-        room, begin = raw(rows), stretch.begin
+        begin = stretch.begin
         while len(room):
             got = os.preadv(handle, [room], begin)
             if not got:

@@ -42,22 +42,29 @@ class RowSizes:
         return cls(TOKEN_BYTES + aux_layers * state, ASKING_BYTES + state)
 
 
-def plan_spans(lengths: Tensor, asking: Tensor, sizes: RowSizes, limit: int) -> list[ShardSpan]:
+def plan_spans(
+    lengths: Tensor, asking: Tensor, sizes: RowSizes, limit: int, chunk: int = 0
+) -> list[ShardSpan]:
     """Cut the samples, in order, into shards of at most ``limit`` bytes (one sample at least).
 
     lengths, asking [S]: tokens of each sample, and how many of its rows ask. A small cache is cut
     finer, so that several processes have work and a rerun keeps most of it. How many processes
     there are has no say: a rerun with more or fewer of them finds its shards.
+
+    Up to ``chunk`` tokens a shard may weigh what it will: a source that computes so many at one go
+    would otherwise do it for fewer.
     """
     needs = bytes_of(lengths, asking, sizes)
     limit = min(limit, -(-sum(needs) // MIN_SHARDS))
     counts: list[int] = []
-    first, size = 0, 0
-    for index, need in enumerate([*needs, limit + 1]):  # the last one closes the last shard
-        if index > first and size + need > limit:
+    first, size, tokens = 0, 0, 0
+    for index, (need, length) in enumerate(zip(needs, lengths.tolist(), strict=True)):
+        if index > first and size + need > limit and tokens + length > chunk:
             counts.append(index - first)
-            first, size = index, 0
-        size += need
+            first, size, tokens = index, 0, 0
+        size, tokens = size + need, tokens + length
+    if needs:
+        counts.append(len(needs) - first)
     return cut_spans(lengths, asking, sizes, counts)
 
 

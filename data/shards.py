@@ -13,33 +13,23 @@ rows ask: their next token is supervised, so the verifier's own distribution the
 Its header names the capture and the span it belongs to, and the sample ids.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
 import xxhash
 from torch import Tensor
 
+from conf.schema import JobError
 from data.chains import asking_rows
 from data.fp8 import FP8
 from data.manifest import Manifest
-from data.records import TokenizedSample
+from data.records import SampleStates, TokenizedSample
 
 BY_TOKEN = ("input_ids", "loss_mask", "aux", "aux_scales")  # rows by ``offsets``
 BY_ASKING = ("last", "last_scales", "argmax", "lse")  # rows by ``last_offsets``
 ROWS = (*BY_TOKEN, *BY_ASKING)
 INDEX = ("offsets", "last_offsets", "sample_index", "held_out", "greedy", "digests")
-
-
-@dataclass(frozen=True)
-class SampleStates:
-    """What the verifier says about one sample of T tokens, L of whose rows ask."""
-
-    aux: Tensor  # [T, A*D]
-    last: Tensor  # [L, D]
-    argmax: Tensor  # [L]
-    lse: Tensor  # [L] fp32
-    aux_scales: Tensor | None = None  # [T, A] fp32, of fp8 alone
-    last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
 
 
 @dataclass(frozen=True)
@@ -66,10 +56,13 @@ class HiddenStateShard:
     def empty(
         cls, samples: list[TokenizedSample], first: int, manifest: Manifest
     ) -> "HiddenStateShard":
-        """Room for the states of ``samples``, the first of which is number ``first`` of all."""
+        """Room for the states of ``samples``, the first of which is number ``first`` of all.
+
+        Raises JobError when a sample has not one mask entry an id.
+        """
         for sample in samples:
             if len(sample.input_ids) != len(sample.loss_mask):
-                raise ValueError(
+                raise JobError(
                     f"sample {sample.id}: {len(sample.input_ids)} ids and "
                     f"{len(sample.loss_mask)} mask entries must be equally many; prepare it again"
                 )
@@ -100,24 +93,26 @@ class HiddenStateShard:
         )
 
     def put(self, place: int, states: SampleStates) -> None:
-        """Store the states of sample ``place`` of this shard. Raises ValueError if they misfit."""
+        """Store the states of sample ``place`` of this shard. Raises JobError if they misfit."""
         for item in fields(states):
             rows: Tensor | None = getattr(states, item.name)
             room: Tensor | None = getattr(self, item.name)
             if rows is None or room is None:
                 if rows is not room:
-                    raise ValueError(
-                        f"sample {self.ids[place]}: {item.name} of another dtype than the shard's"
+                    raise JobError(
+                        f"sample {self.ids[place]}: the states and the shard must both be fp8 or "
+                        f"neither ({item.name}); delete the cache and capture again"
                     )
                 continue
             start, end = self.bounds(item.name, place)
             if len(rows) != end - start:
-                raise ValueError(
+                raise JobError(
                     f"sample {self.ids[place]}: {len(rows)} rows of {item.name}, must be "
-                    f"{end - start}; the states are another sample's"
+                    f"{end - start}; the states are another sample's, have another capture.backend "
+                    "compute them"
                 )
             room[start:end] = rows
-        self.digests[place] = digest_of([rows for _, rows in self.rows_of(place)])
+        self.digests[place] = digest_of([raw(rows) for _, rows in self.rows_of(place)])
 
     def bounds(self, name: str, place: int) -> tuple[int, int]:
         """The rows of sample ``place`` in tensor ``name``: the first, and the one behind."""
@@ -138,11 +133,11 @@ class HiddenStateShard:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-def digest_of(parts: list[Tensor]) -> int:
+def digest_of(parts: Iterable[memoryview]) -> int:
     """xxh3 of the bytes of ``parts`` one after the other, as a signed 64-bit number."""
     digest = xxhash.xxh3_64()
     for part in parts:
-        digest.update(raw(part))
+        digest.update(part)
     value = digest.intdigest()
     return value - (1 << 64) if value >> 63 else value
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from conf.schema import JobError
+from conf.schema import JobError, StateDtype
 from data.fp8 import FP8, restored
-from data.records import TokenizedSample
-from data.shards import SampleStates
+from data.records import SampleStates, TokenizedSample
 from data.states import BatchStates, padded, stored
 from models.verifier import Verifier, VerifierStates
 
@@ -37,7 +37,8 @@ def check_states(
     mean square of the worst row, within ``tolerance`` of the logits' own. Aux: the streams are the
     library's hidden_states[n], bit by bit as stored. Both catch a state that is one layer off.
     """
-    probe = probe_of(samples)
+    asking = list(islice((one for one in samples if len(one.input_ids) > 1), PROBE_SAMPLES))
+    probe = probe_of(asking or samples)
     ids, real = padded(probe)
     ids = ids.to(verifier.device)
     library = verifier.model(input_ids=ids, use_cache=False, output_hidden_states=True)
@@ -47,6 +48,8 @@ def check_states(
     )
     ends = torch.tensor([len(sample.input_ids) for sample in probe]) - 1
     real[torch.arange(len(probe)), ends] = False
+    if not asking:
+        return  # samples of one token have no last state
     tolerance = tolerance or (FP8_TOLERANCE if dtype == FP8 else TOLERANCE)
     check_last(verifier, found, library.logits[real.to(verifier.device)].float(), tolerance)
 
@@ -71,7 +74,7 @@ def check_last(
     ours = verifier.logits_from(last.to(verifier.device)).float()
     worst = (ours - theirs).square().mean(-1).sqrt().max() / theirs.square().mean().sqrt()
     if not worst <= tolerance:
-        dtype = str(found[0].last.dtype).removeprefix("torch.")
+        dtype = StateDtype(str(found[0].last.dtype).removeprefix("torch.")).name
         raise JobError(
             f"capture.tolerance={tolerance}: the head applied to the stored last states is "
             f"{worst:.3g} away from the logits of {verifier.facts.path}, in units of their root "

@@ -1,7 +1,7 @@
 """The states that a verifier gives for a batch of samples."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from torch import Tensor
 from conf.schema import JobError
 from data.chains import asking_rows
 from data.fp8 import FP8, quantise
-from data.records import TokenizedSample
-from data.shards import BY_TOKEN, SampleStates
+from data.records import SampleStates, TokenizedSample, named
+from data.shards import BY_TOKEN
 from models.layerwise import states_by_layer
 from models.verifier import Verifier, VerifierStates
 
@@ -59,6 +59,20 @@ def batches(lengths: list[int], limit: int) -> Iterator[list[int]]:
         batch.append(place)
     if batch:
         yield batch
+
+
+def chunks(lengths: list[int], limit: int) -> Iterator[list[int]]:
+    """Group samples, longest first, to at most ``limit`` tokens, for what pads them by itself."""
+    chunk: list[int] = []
+    tokens = 0
+    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if chunk and tokens + lengths[place] > limit:
+            yield chunk
+            chunk, tokens = [], 0
+        chunk.append(place)
+        tokens += lengths[place]
+    if chunk:
+        yield chunk
 
 
 @dataclass(frozen=True)
@@ -118,14 +132,6 @@ class BatchStates:
         for sample, states in zip(self.samples, found, strict=True):
             refuse_non_finite(self.verifier, sample, states)
         return found
-
-
-def named(states: SampleStates) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are there, by name."""
-    for item in fields(states):
-        rows = getattr(states, item.name)
-        if rows is not None:
-            yield item.name, rows
 
 
 def to_pinned(rows: Tensor) -> Tensor:

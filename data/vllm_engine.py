@@ -8,12 +8,10 @@ writes them when a request ends. The last stream, after all layers, is before th
 import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from conf.runtime import RankInfo, cache_dir, say
 from conf.schema import JobError, RunConfig
+from conf.scratch import Scratch
 from data.dumped import read_streams
 from data.records import TokenizedSample
 from models.bundled import resolve
@@ -30,6 +29,7 @@ from models.facts import VerifierFacts
 
 RUNNER = Path(__file__).with_name("vllm_runner.py")
 MEMORY = 0.8  # of a GPU for vLLM; this process keeps the verifier's embedding and head there
+PATIENCE = 60.0  # seconds that vLLM has to end once it is told to
 OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -61,10 +61,11 @@ class VllmEngine:
             raise self.ended() from None
 
     def ended(self) -> JobError:
+        status = wait_for(self.process)  # it closed its output, and may still be at work
         said = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
         reason = next((line for line in reversed(said) if "Error" in line), "nothing said why")
         return JobError(
-            f"capture.backend=vllm: vLLM ended with exit status {self.process.wait()} ({reason}); "
+            f"capture.backend=vllm: vLLM ended with exit status {status} ({reason}); "
             f"see {self.log}, mend capture.vllm_args, or take capture.backend=transformers"
         )
 
@@ -79,33 +80,50 @@ def vllm_engine(
     capture.chunk_tokens. Raises JobError when it does not start.
     """
     cache = cache_dir(cfg).resolve()
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix="vllm-", dir=cache)
-    log = cache / f"vllm-rank{RankInfo.from_env().rank}.log"
-    say(f"capture: starting vLLM; what it prints goes to {log}")
-    command = [python_of(cfg), str(RUNNER), json.dumps(settings(cfg, facts, folder, longest))]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            text=True,
-            env=environment(cfg, device),
-        )
-    try:
-        engine = VllmEngine(process, log)
-        engine.answer()
-        yield engine
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
+    with closing(Scratch(cache, "vllm")) as scratch:
+        log = cache / f"vllm-rank{RankInfo.from_env().rank}.log"
+        say(f"capture: starting vLLM; what it prints goes to {log}")
+        asked = json.dumps(settings(cfg, facts, str(scratch.folder), longest))
+        process = started([python_of(cfg), str(RUNNER), asked], log, environment(cfg, device))
         try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+            engine = VllmEngine(process, log)
+            engine.answer()
+            yield engine
+        finally:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it ended before it read all; that is said elsewhere
+                process.stdin.close()
+            wait_for(process)
+
+
+def started(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Raises JobError when there is no such program."""
+    try:
+        with log.open("w") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env=environment,
+            )
+    except OSError as error:
+        if error.filename != command[0]:
+            raise
+        raise JobError(
+            f"capture.vllm_python={command[0]}: cannot be started ({error.strerror}); name the "
+            "interpreter of an environment with vllm >= 0.18"
+        ) from error
+
+
+def wait_for(process: subprocess.Popen[str]) -> int:
+    """Its exit status, after PATIENCE by force."""
+    try:
+        return process.wait(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def python_of(cfg: RunConfig) -> str:

@@ -9,8 +9,6 @@ a layer can be held for many batches (models/layerwise.py). Embedding, final nor
 in memory.
 """
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, VerifierSection
+from conf.scratch import Scratch
 from models.architecture import auto_class, missing_package, refuse_missing_weights
 from models.bundled import resolve
 from models.facts import load_config_of
@@ -114,21 +113,20 @@ def on_disk(
     section: VerifierSection, cache: Path, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """Leave the layers in their files; the scratch folder in ``cache`` goes with the model."""
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = tempfile.mkdtemp(prefix="layers-", dir=cache)
+    scratch = Scratch(cache, "layers")
     try:
         model = from_files(
             section,
             resolve(section.path, cache),
             dtype,
             device_map=device_map(section, cache, device),
-            offload_folder=scratch,
+            offload_folder=str(scratch.folder),
         )
         page_whole_layers(model, device)
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.close()
         raise
-    weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)
+    weakref.finalize(model, scratch.close)
     return model
 
 

@@ -68,12 +68,13 @@ class Runs:
         """rows [R] int64 ascending, packed; starts [B+1] of the documents. CPU."""
         if not len(rows):
             return cls([], Sequences.of([]))
-        documents = torch.searchsorted(starts, rows, right=True) - 1
-        breaks = (rows.diff() != 1) | (documents.diff() != 0)
+        begins = torch.zeros(int(starts[-1]) + 1, dtype=torch.bool)
+        begins[starts] = True
+        breaks = (rows.diff() != 1) | begins[rows[1:]]
         edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
-        firsts = rows[edges[:-1]].tolist()
-        begins = starts[documents[edges[:-1]]].tolist()
-        bounds = zip(edges[:-1], edges[1:], firsts, begins, strict=True)
+        firsts = rows[edges[:-1]]
+        documents = starts[torch.searchsorted(starts, firsts, right=True) - 1]
+        bounds = zip(edges[:-1], edges[1:], firsts.tolist(), documents.tolist(), strict=True)
         runs = [Run(*bound) for bound in bounds]
         return cls(runs, Sequences.of(runs))
 

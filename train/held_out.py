@@ -10,9 +10,10 @@ from torch import Tensor
 from conf.runtime import RankInfo
 from data.chains import Chains
 from data.distributed import sum_over_ranks
-from data.loader import collate, on_device, starts_of
+from data.loader import batch_of, on_device
 from data.online import OnlineStates
 from data.reader import ShardReader
+from data.records import CachedPack
 from eval.acceptance import AcceptanceReport, Counters, count_hits, report_acceptance, walk
 from train.engine import Engine
 
@@ -35,8 +36,9 @@ def measure(
     for lap in range(laps):  # every rank runs every lap: ZeRO-3 gathers weights in the forward
         slot = lap * ranks.world_size + ranks.rank
         cached = source.read(chosen[min(slot, len(chosen) - 1)])
-        chains = Chains.of_answers(cached.sample.loss_mask, starts_of([cached]))
-        batch = on_device(collate([cached], chains), engine.device, engine.dtype)
+        pack = CachedPack.of([cached])
+        chains = Chains.of_answers(cached.sample.loss_mask, pack.starts)
+        batch = on_device(batch_of(pack, chains), engine.device, engine.dtype)
         proposed = engine.propose(batch, n_draft).T  # [T, N]
         if slot < len(chosen):
             sample = cached.sample

@@ -24,7 +24,6 @@ from data.capture import capture
 from data.capture_job import manifest_of
 from data.corpus import load_prepared
 from data.distributed import barrier, broadcast_object, pick_device, setup, shutdown, use_threads
-from data.manifest import read_manifest
 from data.online import OnlineStates
 from data.origin import agreement_of, data_facts, require_agreement
 from data.prepare import find_prepared, prepare
@@ -32,11 +31,10 @@ from data.reader import ShardReader
 from data.records import PreparedData
 from data.sources import DataFile, digest
 from eval.main import choose_prompts, evaluate
-from models.bundled import resolve
 from models.draft_file import CONFIG
 from models.export.vllm import export_run
 from models.token_strings import save_tokens
-from models.verifier import load_facts, load_tokenizer, weights_fingerprint
+from models.verifier import load_facts, load_tokenizer
 from train.loop import curve_fingerprint, fit
 from train.stop import StopRequest
 
@@ -68,10 +66,6 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
         if trained:
             say(f"train: {folder / 'best'} is there and fits; skipped")
         else:
-            if cached is not None:
-                require_agreement(cfg, agreement_of(read_manifest(cached)))
-            if ranks.is_main:
-                save_tokens(folder / "best", load_tokenizer(cfg.verifier, cache_dir(cfg)))
             if train_on(cfg, prepared, cached, ranks) is None:
                 return  # asked to stop: what comes next would be measured on half a training
             done.add("train", curve, ranks)
@@ -101,12 +95,18 @@ def train_on(
     cfg: RunConfig, prepared: PreparedData, cached: Path | None, ranks: RankInfo
 ) -> Path | None:
     """Train on the states in ``cached``, or with None on those that the verifier computes."""
+    cache = cache_dir(cfg)
     if cached is None:
         source = OnlineStates.load(cfg, prepared, ranks)
+        agreement = source.agreement()
+        say(f"training data: {agreement} (of the first samples)")
     else:
-        verifier = weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg)))
-        layers = load_facts(cfg.verifier, cache_dir(cfg)).aux_layers
-        source = ShardReader(cached, verifier, cfg.capture.dtype.value, layers)
+        wanted = manifest_of(cfg, prepared, load_facts(cfg.verifier, cache))
+        source = ShardReader(cached, wanted)
+        agreement = agreement_of(source.manifest)  # which capture has said
+    require_agreement(cfg, agreement)
+    if ranks.is_main:  # not before: best/ makes the run folder that of these settings
+        save_tokens(run_dir(cfg) / "best", load_tokenizer(cfg.verifier, cache))
     with StopRequest() as request:
         return fit(cfg, prepared, source, ranks, request)
 

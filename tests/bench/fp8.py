@@ -30,9 +30,10 @@ from conf.schema import RunConfig, StateDtype  # noqa: E402
 from data.capture_job import manifest_of  # noqa: E402
 from data.chains import Chains  # noqa: E402
 from data.distributed import pick_device  # noqa: E402
-from data.loader import collate, on_device, starts_of  # noqa: E402
+from data.loader import batch_of, on_device  # noqa: E402
 from data.prepare import find_prepared  # noqa: E402
 from data.reader import ShardReader  # noqa: E402
+from data.records import CachedPack  # noqa: E402
 from eval.acceptance import AcceptanceReport, Counters, report_acceptance  # noqa: E402
 from models.draft_file import load_draft  # noqa: E402
 from models.kernels import choose_kernel  # noqa: E402
@@ -82,7 +83,7 @@ def train(words: list[str]) -> RunConfig:
 def states_of_cache(cfg: RunConfig) -> ShardReader:
     cache = Path(cfg.run.cache)
     manifest = manifest_of(cfg, find_prepared(cfg), load_facts(cfg.verifier, cache))
-    return ShardReader(cache / f"capture-{manifest.fingerprint}", manifest.verifier)
+    return ShardReader(cache / f"capture-{manifest.fingerprint}", manifest)
 
 
 @torch.no_grad()
@@ -94,8 +95,8 @@ def guesses(cfg: RunConfig, reader: ShardReader) -> list[Counters]:
     counters = []
     for index in reader.valid_indices:
         cached = reader.read(index)
-        chains = Chains.of_answers(cached.sample.loss_mask, starts_of([cached]))
-        batch = on_device(collate([cached], chains), device, torch.float32)
+        chains = Chains.of_answers(cached.sample.loss_mask, CachedPack.of([cached]).starts)
+        batch = on_device(batch_of(CachedPack.of([cached]), chains), device, torch.float32)
         proposed = unroll_own(draft, batch, kernel, cfg.eval.valid_depth).T.cpu()
         counters.append(walk_answers(proposed, cached.sample.input_ids, cached.sample.loss_mask))
     return counters

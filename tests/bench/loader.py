@@ -31,10 +31,10 @@ from data.fp8 import FP8  # noqa: E402
 from data.loader import TrainLoader  # noqa: E402
 from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest  # noqa: E402
 from data.reader import ShardReader  # noqa: E402
-from data.records import TokenizedSample  # noqa: E402
+from data.records import SampleStates, TokenizedSample  # noqa: E402
 from data.shard_file import describe, write_shard  # noqa: E402
 from data.shard_plan import RowSizes, plan_spans  # noqa: E402
-from data.shards import HiddenStateShard, SampleStates  # noqa: E402
+from data.shards import HiddenStateShard  # noqa: E402
 
 BAR = 0.8  # of cat's bytes a second
 LAYERS = 3

@@ -47,10 +47,9 @@ def test_every_group_file_composes(group: str, option: str):
         ),
         (["capture.backend=dumped"], ["capture.dumped=None", "give both"]),
         (["capture.dumped=tests"], ["capture.dumped=tests", "backend=dumped"]),
-        (
-            ["stages=[capture]", "capture.backend=dumped", "capture.dumped=/nowhere"],
-            ["capture.dumped=/nowhere", "token_ids"],
-        ),
+        (["capture.missing=compute"], ["missing=compute", "backend=transformers", "=dumped"]),
+        (["capture.vllm_args.max_num_seqs=8"], ["vllm_args={'max_num_seqs': 8}", "backend=vllm"]),
+        (["capture.vllm_python=python"], ["capture.vllm_python=python", "backend=vllm"]),
         (
             ["stages=[capture]", "capture.backend=vllm"],
             ["capture.vllm_python=null", "vllm >= 0.18"],

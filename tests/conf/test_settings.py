@@ -59,6 +59,9 @@ def test_all_that_shapes_the_head_counts(tmp_path: Path, word: str):
         "engine.compile=true",
         "engine.recompute=true",
         "capture.mode=online",
+        "capture.batch_tokens=64",
+        "capture.shard_mib=1",
+        "capture.tolerance=0.1",
     ],
 )
 def test_what_only_measures_may_change(tmp_path: Path, word: str):

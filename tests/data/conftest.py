@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from conf.schema import RunConfig, VerifierSection
 from data.manifest import FORMAT_VERSION, Manifest, shard_folder, write_manifest
-from data.records import PreparedData, Samples, Skipped, TokenizedSample
+from data.records import PreparedData, Samples, SampleStates, Skipped, TokenizedSample
 from data.shard_file import describe, write_shard
 from data.shard_plan import RowSizes, plan_spans
-from data.shards import HiddenStateShard, SampleStates
+from data.shards import HiddenStateShard
 from models.verifier import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

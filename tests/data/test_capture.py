@@ -5,11 +5,13 @@ import fcntl
 import json
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from conf.schema import (
 )
 from data import capture_job
 from data import states as states_module
-from data.capture import capture, main
+from data.capture import capture, finish, main
 from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
 from data.records import PreparedData
@@ -86,8 +88,9 @@ def environment() -> dict[str, str]:
 
 
 def test_states_equal_the_library(cfg: RunConfig, prepared: PreparedData, tiny_verifier: Path):
-    reader = ShardReader(capture(cfg, prepared, ALONE), weights_fingerprint(tiny_verifier))
+    reader = ShardReader(capture(cfg, prepared, ALONE))
     manifest = reader.manifest
+    assert manifest.verifier == weights_fingerprint(tiny_verifier)
     assert manifest.aux_layers == [2, 4, 5] and manifest.dtype == "float32"
     model = AutoModelForCausalLM.from_pretrained(tiny_verifier, dtype=torch.float32)
     for index in range(len(reader)):
@@ -296,6 +299,62 @@ def test_two_captures_into_one_folder_are_refused(cfg: RunConfig, prepared: Prep
     assert capture(cfg, prepared, ALONE) == folder
 
 
+def test_a_cache_that_another_capture_ends_meanwhile_is_taken(
+    cfg: RunConfig, prepared: PreparedData, tmp_path: Path, monkeypatch, capsys
+):
+    folder = capture(cfg, prepared, ALONE)
+    folder.rename(tmp_path / "aside")
+    right = capture_job.sole_writer
+
+    @contextmanager
+    def after_the_other(place: Path) -> Iterator[None]:
+        (tmp_path / "aside").rename(place)
+        with right(place):
+            yield
+
+    monkeypatch.setattr(capture_job, "sole_writer", after_the_other)
+    monkeypatch.setattr(Verifier, "load", None)  # would fail if it were called
+    assert capture(cfg, prepared, ALONE) == folder
+    assert f"already in {folder}" in capsys.readouterr().out
+
+
+def test_shards_are_ordered_by_number(cfg: RunConfig, prepared: PreparedData):
+    folder = capture(cfg, prepared, ALONE)
+    manifest = read_manifest(folder)
+    names = ["00002.safetensors", "99999.safetensors", "100000.safetensors"]
+    written = [replace(e, name=n) for n, e in zip(names, manifest.shards[:3], strict=True)]
+    job = capture_job.CaptureJob(folder, replace(manifest, shards=[]), [])
+    finish(job, written[::-1], ALONE)
+    assert [entry.name for entry in read_manifest(folder).shards] == names
+
+
+def test_samples_of_one_token_are_captured(cfg: RunConfig, prepared: PreparedData, flatten):
+    """They have no row that asks; the first four are no probe then."""
+    short = [
+        replace(one, input_ids=one.input_ids[:1], loss_mask=one.loss_mask[:1])
+        for one in prepared.samples[:5]
+    ]
+    for samples in (short + prepared.samples[5:9], short):
+        some = replace(prepared, samples=flatten(samples), fingerprint=f"some{len(samples)}")
+        reader = ShardReader(capture(cfg, some, ALONE))
+        assert [len(reader.read(i).last) for i in range(5)] == [0] * 5
+
+
+def test_a_dtype_is_named_as_its_knob_is(cfg: RunConfig, prepared: PreparedData):
+    cfg.capture = replace(cfg.capture, dtype=StateDtype.fp8, tolerance=1e-4)
+    with pytest.raises(JobError, match=r"or capture\.dtype=fp8 is too coarse"):
+        capture(cfg, prepared, ALONE)
+
+
+def test_the_command_judges_the_capture_too(monkeypatch, capsys, tiny_verifier: Path):
+    words = [f"verifier.path={tiny_verifier}", "data.path=README.md", "capture.backend=vllm"]
+    monkeypatch.setattr(sys, "argv", ["capture", *words, "capture.vllm_python=/no/python"])
+    monkeypatch.delitem(sys.modules, "data.capture")  # or running it again is warned of
+    with pytest.raises(SystemExit):
+        runpy.run_module("data.capture", run_name="__main__")
+    assert "capture.vllm_python=/no/python: no Python with vLLM" in capsys.readouterr().err
+
+
 # ---- interrupted captures -------------------------------------------------------------------
 
 
@@ -478,5 +537,5 @@ def test_the_command_prepares_and_captures(
     entry(main, words)
     assert torch.get_num_threads() == 1
     (folder,) = (tmp_path / "cache").glob("capture-*")
-    reader = ShardReader(folder, weights_fingerprint(tiny_verifier))
+    reader = ShardReader(folder)
     assert len(reader) == 8 and reader.valid_indices and reader.train_indices

@@ -114,23 +114,6 @@ def test_tokens_never_lie_in_memory(tmp_path: Path, monkeypatch):
     assert peaks[1] < sizes[1] / 2
 
 
-def test_what_a_killed_process_left_is_removed_and_a_live_one_kept(tmp_path: Path):
-    folder = tmp_path / "prepare-x"
-    dead = tmp_path / ".prepare-x.1.tmp"
-    dead.mkdir()
-    (dead / "lock").touch()
-    other = tmp_path / ".prepare-y.1.tmp"
-    other.mkdir()
-    (other / "lock").touch()
-    first = Columns(folder)
-    moved = first.folder.rename(tmp_path / ".prepare-x.2.tmp")  # as another process names its own
-    with closing(Columns(folder)) as second:
-        assert second.folder.is_dir() and moved.is_dir() and other.is_dir()
-        assert not dead.exists()
-    first.close()
-    assert not second.folder.exists()
-
-
 def test_the_second_of_two_equal_ones_gives_way(tmp_path: Path):
     every = np.ones(20, np.bool_)
     for _ in range(2):

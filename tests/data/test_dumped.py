@@ -231,6 +231,46 @@ def test_missing_states_may_be_computed(cfg, prepared, streams, tmp_path: Path, 
         torch.testing.assert_close(own.read(index).aux, found.read(index).aux, atol=1e-5, rtol=1e-5)
 
 
+def again(folder: Path) -> None:
+    """The same sequences, files and sizes, other states: another dtype's rounding, say."""
+    for path in folder.iterdir():
+        tensors = load_file(path)
+        save_file({**tensors, "hidden_states": tensors["hidden_states"] * 1.001}, path)
+
+
+def test_another_dump_of_equal_sizes_is_told(cfg, prepared, streams, tmp_path: Path):
+    folder = dump(tmp_path / "dump", prepared.samples, streams, [*AUX, 8])
+    capture(reading(cfg, folder), prepared, ALONE)
+    again(folder)
+    with pytest.raises(JobError, match=r"its files give \w{12} and the cache was packed from"):
+        capture(reading(cfg, folder), prepared, ALONE)
+
+
+def test_shards_of_another_dump_are_not_taken_over(cfg, prepared, streams, tmp_path: Path):
+    """The capture was killed, so there is no manifest; those of the same dump are."""
+    folder = dump(tmp_path / "dump", prepared.samples, streams, [*AUX, 8])
+    made = capture(reading(cfg, folder), prepared, ALONE)
+
+    def written() -> dict[str, int]:
+        (made / "manifest.json").unlink()
+        capture(reading(cfg, folder), prepared, ALONE)
+        return {path.name: path.stat().st_ino for path in (made / "shards").iterdir()}
+
+    before = {path.name: path.stat().st_ino for path in (made / "shards").iterdir()}
+    assert written() == before
+    states = ShardReader(made).read(0).aux
+    again(folder)
+    written()
+    assert torch.equal(ShardReader(made).read(0).aux, states * 1.001)
+
+
+def test_a_folder_that_is_not_there_is_named(cfg, prepared, tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"capture\.dumped=.*nowhere: no such folder; .*token_ids"
+    ):
+        capture(reading(cfg, tmp_path / "nowhere"), prepared, ALONE)
+
+
 def test_another_dump_in_the_same_folder_is_told(cfg, prepared, streams, tmp_path: Path):
     folder = dump(tmp_path / "dump", prepared.samples, streams, [*AUX, 8])
     made = capture(reading(cfg, folder), prepared, ALONE)

@@ -1,5 +1,6 @@
 """What is found of a damaged cache, when, and what a rerun of data.capture does about it."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from conf.schema import ConfigError, OptimSection, TTTSection, Verify
 from data import integrity
 from data.integrity import examine
 from data.loader import TrainLoader
-from data.manifest import ShardEntry, read_manifest, shard_folder, write_manifest
+from data.manifest import ShardEntry, read_manifest, shard_folder
 from data.reader import ShardReader
 from data.records import TokenizedSample
+from data.shard_index import ShardIndex
 from data.shard_plan import ShardSpan
+from data.shards import INDEX
 
 ALONE = RankInfo(0, 1, 0)
 
@@ -98,6 +101,29 @@ def test_a_shard_that_no_manifest_knows_is_read_in_full(cache: Path):
     assert bad.name in fault and "not as it was written" in fault
 
 
+@pytest.mark.parametrize("name", [*INDEX, "ids"])
+def test_the_index_of_a_shard_that_no_manifest_knows_is_compared(cache: Path, name: str):
+    """Damaged offsets ended in an IndexError; a flag or an id became the manifest's truth."""
+    manifest, spans = read_manifest(cache), spans_of(cache)
+    bad = manifest.shards[2]
+    shard = ShardIndex.of(shard_folder(cache) / bad.name)
+    place = shard.path.read_bytes().index(b"sample-")
+    if name != "ids":
+        place = place_of(shard.path, name) + shard.small[name].nbytes - 1
+    flip(cache, bad, place)
+    found = examine(cache, spans, replace(manifest, shards=[]), Verify.sampled, ALONE)
+    assert found.whole == [entry for entry in manifest.shards if entry != bad]
+    (fault,) = found.faults
+    assert f"{bad.name}: its index is " in fault and "by its header" in fault
+
+
+def place_of(path: Path, name: str) -> int:
+    """Where a tensor begins."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return 8 + length + json.loads(data[8 : 8 + length])[name]["data_offsets"][0]
+
+
 def test_ranks_share_the_looking(cache: Path, monkeypatch):
     manifest, spans = read_manifest(cache), spans_of(cache)
     seen = [
@@ -137,12 +163,16 @@ def test_no_step_uses_a_damaged_sample(cache: Path):
 
 
 def test_what_a_reader_expects_is_compared_with_both_values(cache: Path):
-    """Report B57: format version, dtype, layer ids and verifier; the first three here."""
-    ShardReader(cache, "weights0", "bfloat16", [2, 4, 5])
-    with pytest.raises(ConfigError, match=r"dtype=bfloat16 must be float32, which is capture"):
-        ShardReader(cache, dtype="float32")
-    with pytest.raises(ConfigError, match=r"aux_layers=\[2, 4, 5\] must be \[1, 4, 5\], which"):
-        ShardReader(cache, aux_layers=[1, 4, 5])
-    write_manifest(cache, replace(read_manifest(cache), verifier="other"))
-    with pytest.raises(ConfigError, match=r"verifier=other must be weights0, .*some/verifier"):
-        ShardReader(cache, verifier="weights0")
+    """Report B57: dtype, layer ids, verifier, and the text that it read."""
+    found = read_manifest(cache)
+    ShardReader(cache, found)
+    for name, value, message in (
+        ("dtype", "float8_e4m3fn", "dtype=bfloat16 must be fp8, which is capture.dtype"),
+        ("aux_layers", [1, 4, 5], r"aux_layers=\[2, 4, 5\] must be \[1, 4, 5\], which"),
+        ("verifier", "other", r"verifier=weights0 must be other, .*some/verifier"),
+        ("prepared", "other", r"prepared=prepared00 must be other, the samples"),
+        ("tokenizer", "other", r"tokenizer=tokenizer0 must be other, that"),
+        ("template", "other", r"template=template0 must be other, .*data\.template_kwargs"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ShardReader(cache, replace(found, **{name: value}))

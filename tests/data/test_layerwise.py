@@ -29,6 +29,7 @@ from conf.schema import (
     VerifierSection,
 )
 from data.capture import capture
+from data.manifest import read_manifest
 from data.reader import ShardReader
 from data.records import PreparedData
 from models import layerwise
@@ -58,11 +59,20 @@ def in_layers(cfg: RunConfig, tmp_path: Path) -> RunConfig:
 # ---- the same states ------------------------------------------------------------------------
 
 
-def test_shards_are_those_of_the_plain_way(cfg, prepared: PreparedData, tmp_path: Path):
-    """Chunks of 512 tokens in batches of 128: batches are cut as the plain way cuts them."""
+def test_states_are_those_of_the_plain_way(
+    cfg, prepared: PreparedData, tmp_path: Path, monkeypatch
+):
+    """Chunks of 200 tokens in batches of 128; each is a shard, which costs one reading."""
     plain = capture(cfg, prepared, ALONE)
     other = in_layers(cfg, tmp_path)
+    other.capture.chunk_tokens = 200
+    chunks = []
+    right = layerwise.states_by_layer
+    monkeypatch.setattr(
+        "data.states.states_by_layer", lambda *given: chunks.append(len(given[1])) or right(*given)
+    )
     folder = capture(other, prepared, ALONE)
+    assert len(chunks) == len(read_manifest(folder).shards) == 3 and max(chunks) > 1
     assert folder.name == plain.name  # who computed them is no part of what they are
     left, right = ShardReader(plain), ShardReader(folder)
     for index in range(len(left)):
@@ -137,7 +147,7 @@ def test_every_family_runs_its_own_layers(
     plain = Verifier.load(section, cache, CPU, torch.float32)
     paged = Verifier.load(section, cache, CPU, torch.float32, Placement.layers)
     (scratch,) = cache.iterdir()
-    assert len(list(scratch.iterdir())) == rewritten
+    assert len([path for path in scratch.iterdir() if path.name != "lock"]) == rewritten
     assert {p.device.type for p in paged.backbone.layers.parameters()} == {"meta"}
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, 128, shape, generator=generator) for shape in ((3, 20), (2, 7))]

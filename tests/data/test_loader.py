@@ -15,7 +15,7 @@ from torch import Tensor
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, OptimSection, Supervise, TTTSection
 from data.chains import Chains
-from data.loader import StepWindow, TrainLoader, collate, on_device, starts_of
+from data.loader import AHEAD, StepWindow, TrainLoader, batch_of, on_device
 from data.reader import ShardReader
 from data.records import CachedPack, TokenizedSample, TTTBatch
 
@@ -255,7 +255,7 @@ def test_leaving_early_ends_the_reading_thread(reader: ShardReader):
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
 
 
-def test_it_reads_no_further_than_two_windows_ahead(reader: ShardReader, monkeypatch):
+def test_it_reads_no_further_ahead_than_it_says(reader: ShardReader, monkeypatch):
     loader = loader_of(reader, epochs=100.0)
     steps: list[int] = []
     window = loader.window
@@ -264,7 +264,7 @@ def test_it_reads_no_further_than_two_windows_ahead(reader: ShardReader, monkeyp
     for _ in range(5):
         next(windows)
     windows.close()
-    assert max(steps) <= 4 + 2
+    assert max(steps) <= 4 + AHEAD
 
 
 def test_what_is_asked_of_the_disk_is_what_is_read(reader: ShardReader, monkeypatch):
@@ -334,10 +334,10 @@ def test_nothing_to_train_on_is_named(write_cache, some_samples, tmp_path):
 
 def test_on_device_moves_all_and_converts_states_only(reader: ShardReader):
     cached = [reader.read(0), reader.read(2)]
-    starts = starts_of(cached)
+    starts = CachedPack.of(cached).starts
     assert starts.tolist() == [0, 5, 5 + 33]
     mask = torch.cat([one.sample.loss_mask for one in cached])
-    packed = collate(cached, Chains.of(mask, starts, 3, Supervise.span))
+    packed = batch_of(CachedPack.of(cached), Chains.of(mask, starts, 3, Supervise.span))
     batch = on_device(packed, torch.device("cpu"), torch.float32)
     assert batch.aux.dtype == batch.last.dtype == batch.lse.dtype == torch.float32
     assert batch.input_ids.dtype == batch.argmax.dtype == batch.positions.dtype == torch.int64

@@ -28,9 +28,11 @@ from data.chains import shifted
 from data.fp8 import restored
 from data.loader import TrainLoader, on_device
 from data.online import OnlineStates
+from data.origin import agreement_of
 from data.reader import ShardReader
 from data.records import CachedSample, PreparedData, TTTBatch
 from models.verifier import Verifier, VerifierStates
+from train import stages
 from train.held_out import measure
 
 ALONE = RankInfo(0, 1, 0)
@@ -41,6 +43,7 @@ CPU = torch.device("cpu")
 def cfg(tiny_verifier: Path, tmp_path: Path) -> RunConfig:
     cfg = RunConfig()
     cfg.run.cache = str(tmp_path / "cache")
+    cfg.run.root = str(tmp_path / "runs")
     cfg.run.device = Device.cpu
     cfg.verifier = VerifierSection(path=str(tiny_verifier), dtype=Precision.float32)
     cfg.capture = CaptureSection(dtype=StateDtype.float32, batch_tokens=128)
@@ -148,6 +151,26 @@ def test_wrong_states_are_refused_at_the_start(cfg, prepared, monkeypatch: pytes
     monkeypatch.setattr(Verifier, "states", unnormed)
     with pytest.raises(JobError, match="after the final norm"):
         OnlineStates.load(cfg, prepared, ALONE)
+
+
+def test_agreement_is_that_of_the_cache(cfg, prepared: PreparedData, monkeypatch):
+    online = OnlineStates.load(cfg, prepared, ALONE)
+    monkeypatch.setattr(online, "held_out", torch.zeros(len(prepared.samples), dtype=torch.bool))
+    wanted = agreement_of(ShardReader(capture(cfg, prepared, ALONE)).manifest)
+    assert online.agreement() == wanted and wanted.supervised < 2000
+    monkeypatch.setattr("data.online.AGREEMENT_TOKENS", 40)
+    assert 40 <= online.agreement().supervised < 40 + 64
+
+
+def test_text_that_the_verifier_does_not_agree_with_stops_the_training(
+    cfg, prepared: PreparedData, monkeypatch, capsys
+):
+    monkeypatch.setattr(stages, "fit", lambda *_: pytest.fail("it trained"))
+    cfg.capture = replace(cfg.capture, mode=CaptureMode.online, min_agreement=0.99)
+    with pytest.raises(JobError, match=r"^capture\.min_agreement=0\.99: "):
+        stages.train_on(cfg, prepared, None, ALONE)
+    assert "training data: " in capsys.readouterr().out
+    assert not Path(cfg.run.root).exists()
 
 
 def test_nothing_of_the_verifier_is_trained(cfg: RunConfig, prepared: PreparedData):

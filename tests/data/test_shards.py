@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conf.schema import ConfigError
+from conf.schema import ConfigError, JobError
 from data.manifest import read_manifest, shard_folder
 from data.reader import ShardReader
-from data.records import TokenizedSample
+from data.records import SampleStates, TokenizedSample
 from data.shard_file import describe, is_whole
 from data.shard_plan import RowSizes, ShardSpan, plan_spans
-from data.shards import HiddenStateShard, SampleStates
+from data.shards import HiddenStateShard
 from data.writer import written
 
 
@@ -31,7 +31,7 @@ def one_shard(cache: Path, number: int = 1) -> Path:
 
 
 def test_every_sample_comes_back(cache: Path, some_samples: list[TokenizedSample]):
-    reader = ShardReader(cache, verifier="weights0")
+    reader = ShardReader(cache, read_manifest(cache))
     assert len(reader) == len(some_samples)
     assert len(list(shard_folder(cache).iterdir())) > 5
     for index, sample in enumerate(some_samples):
@@ -77,6 +77,18 @@ def test_spans_cover_all_samples_in_order_and_respect_the_limit():
     assert plan_spans(lengths[:0], asking[:0], sizes, 1 << 30) == []
 
 
+def test_a_shard_holds_a_whole_chunk_at_any_size():
+    """capture.backend=layers reads all weights for each shard: 16 shards would be 16 readings."""
+    lengths = torch.tensor([10, 300, 5, 5, 5, 200, 40] * 10)
+    asking, sizes = lengths // 2, RowSizes(20, 12)
+    for chunk in (600, 2000, 10_000):
+        spans = plan_spans(lengths, asking, sizes, 2000, chunk)
+        assert sum(span.count for span in spans) == len(lengths)
+        assert all(chunk - 300 < span.tokens <= chunk for span in spans[:-1])
+    assert len(spans) == 1
+    assert plan_spans(lengths, asking, sizes, 2000, 1) == plan_spans(lengths, asking, sizes, 2000)
+
+
 def test_counts_of_supervised_and_agreeing_tokens(cache: Path):
     entry = read_manifest(cache).shards[3]
     tensors = load_file(shard_folder(cache) / entry.name)
@@ -94,7 +106,7 @@ def test_counts_of_supervised_and_agreeing_tokens(cache: Path):
 
 def test_another_verifier_is_refused_with_both_values(cache: Path):
     with pytest.raises(ConfigError, match=r"weights0.*must be other"):
-        ShardReader(cache, verifier="other")
+        ShardReader(cache, replace(read_manifest(cache), verifier="other"))
 
 
 def test_another_format_is_refused_with_both_values(cache: Path):
@@ -191,9 +203,9 @@ def test_states_of_another_length_are_refused_with_the_sample(
     """Report B54: as many states as ids as mask entries, or the sample's id in the message."""
     shard = HiddenStateShard.empty(some_samples[:2], 0, read_manifest(cache))
     last = torch.zeros(4, 8), torch.zeros(4), torch.zeros(4)
-    with pytest.raises(ValueError, match=r"sample-0: 4 rows of aux, must be 5"):
+    with pytest.raises(JobError, match=r"sample-0: 4 rows of aux, must be 5"):
         shard.put(0, SampleStates(torch.zeros(4, 24), *last))
-    with pytest.raises(ValueError, match=r"sample-0: 3 rows of last, must be 4"):
+    with pytest.raises(JobError, match=r"sample-0: 3 rows of last, must be 4"):
         shard.put(0, SampleStates(torch.zeros(5, 24), last[0][:3], *last[1:]))
 
 

@@ -1,7 +1,10 @@
 """capture.backend=vllm: the protocol with a stand-in for vLLM, and the states of a real one."""
 
 import json
+import os
 import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from conf.schema import (
 from data.capture import capture
 from data.reader import ShardReader
 from data.records import PreparedData, Skipped, TokenizedSample
-from data.vllm_engine import RUNNER, environment, settings
+from data.vllm_engine import RUNNER, VllmEngine, environment, settings, started
 from models.facts import load_facts
 
 ALONE = RankInfo(0, 1, 0)
@@ -153,6 +156,34 @@ def test_a_vllm_that_does_not_start_is_quoted(cfg, prepared, stand_in: Path):
     )
     with pytest.raises(JobError, match=message):
         capture(cfg, prepared, ALONE)
+
+
+def test_what_cannot_be_started_is_named_and_leaves_nothing(cfg, prepared, tmp_path: Path):
+    (tmp_path / "python").write_text("no program")
+    cfg.capture = replace(
+        cfg.capture, backend=StateBackend.vllm, vllm_python=str(tmp_path / "python")
+    )
+    message = r"capture\.vllm_python=.*python: cannot be started \(Permission denied\); name"
+    with pytest.raises(JobError, match=message):
+        capture(cfg, prepared, ALONE)
+    assert not [path for path in Path(cfg.run.cache).iterdir() if ".vllm." in path.name]
+
+
+def test_a_vllm_that_ends_while_it_is_written_to_is_quoted(tmp_path: Path, monkeypatch):
+    """Its end is said, not the broken pipe of what it did not read; and it is waited for in vain
+    only so long."""
+    monkeypatch.setattr("data.vllm_engine.PATIENCE", 0.2)
+    log = tmp_path / "log"
+    log.write_text("RuntimeError: lost the GPU")
+    text = "import os, time; os.close(0); os.close(1); time.sleep(60)"
+    process = started([sys.executable, "-c", text], log, dict(os.environ))
+    log.write_text("RuntimeError: lost the GPU")
+    with pytest.raises(JobError, match=r"status -9 \(RuntimeError: lost the GPU\)"):
+        while True:
+            VllmEngine(process, log)._send([[1] * 100_000])
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdout.close()
 
 
 def test_each_rank_shows_vllm_its_own_gpu(cfg: RunConfig, monkeypatch):

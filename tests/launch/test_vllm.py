@@ -26,8 +26,8 @@ from conf.schema import (
     VerifierSection,
 )
 from data.chains import Chains
-from data.loader import collate, starts_of
-from data.records import CachedSample, TokenizedSample
+from data.loader import batch_of
+from data.records import CachedPack, CachedSample, TokenizedSample
 from data.states import states_of
 from eval.acceptance import Counters, total
 from eval.decode import DecodeSettings, decode_plain, decode_speculative
@@ -155,8 +155,8 @@ def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection)
     ttt = TTTSection(depth=N_DRAFT)
     module = TrainingTimeTest(draft, Distillation(LossKind.kl, rows, config), ttt, CPU_FLASH)
     mask = torch.cat([one.sample.loss_mask for one in samples])
-    chains = Chains.of(mask, starts_of(samples), ttt.depth, ttt.supervise)
-    batch = collate(samples, chains)
+    chains = Chains.of(mask, CachedPack.of(samples).starts, ttt.depth, ttt.supervise)
+    batch = batch_of(CachedPack.of(samples), chains)
     weights = torch.full((len(prompts),), 1 / chains.counts[0])
     trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -173,7 +173,7 @@ def cached(verifier: Verifier, prompt: list[int], answer: list[int]) -> CachedSa
     ids = torch.tensor(prompt + answer)
     mask = torch.arange(len(ids)) >= len(prompt)
     sample = TokenizedSample("", ids, mask, greedy=True, held_out=False)
-    return CachedSample(sample, **vars(states_of(verifier, [sample], verifier.dtype)[0]))
+    return CachedSample(sample=sample, **vars(states_of(verifier, [sample], verifier.dtype)[0]))
 
 
 def export_with(draft: Eagle3Draft, verifier: Verifier, folder: Path, shift: int) -> Path:

@@ -21,8 +21,8 @@ from conf.schema import (
     VerifierSection,
 )
 from data.chains import Chains
-from data.loader import collate, starts_of
-from data.records import CachedSample, TokenizedSample
+from data.loader import batch_of
+from data.records import CachedPack, CachedSample, TokenizedSample
 from data.states import states_of
 from eval.acceptance import AcceptanceReport, Counters, report_acceptance, total
 from eval.decode import DecodeSettings, decode_plain, decode_speculative
@@ -72,7 +72,7 @@ def greedy_sample(verifier: Verifier, one: Asked) -> CachedSample:
     mask = torch.zeros(len(ids), dtype=torch.bool)
     mask[len(prompt) : len(prompt) + len(plain.tokens)] = True
     sample = TokenizedSample("", ids, mask, greedy=True, held_out=True)
-    return CachedSample(sample, **vars(states_of(verifier, [sample], verifier.dtype)[0]))
+    return CachedSample(sample=sample, **vars(states_of(verifier, [sample], verifier.dtype)[0]))
 
 
 def mask_of(samples: list[CachedSample]) -> Tensor:
@@ -84,7 +84,8 @@ def overfit(
 ) -> None:
     """A few updates on the very text: enough to be right now and then, too few to be always."""
     ttt, mask = TTTSection(depth=2), mask_of(samples)
-    batch = collate(samples, Chains.of(mask, starts_of(samples), ttt.depth, Supervise.span))
+    pack = CachedPack.of(samples)
+    batch = batch_of(pack, Chains.of(mask, pack.starts, ttt.depth, Supervise.span))
     teacher = Distillation(LossKind.ce, head, verifier.model.config)
     module = TrainingTimeTest(draft, teacher, ttt, CPU_FLASH)
     trained = [p for p in draft.parameters() if p.requires_grad]
@@ -121,8 +122,8 @@ def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Benc
 
 def proposals(bench: Bench, samples: list[CachedSample], n_draft: int) -> Tensor:
     """[N, T] from the rows of ``samples``, end to end, from which a decoding loop can ask."""
-    chains = Chains.of_answers(mask_of(samples), starts_of(samples))
-    return unroll_own(bench.draft, collate(samples, chains), CPU_FLASH, n_draft)
+    chains = Chains.of_answers(mask_of(samples), CachedPack.of(samples).starts)
+    return unroll_own(bench.draft, batch_of(CachedPack.of(samples), chains), CPU_FLASH, n_draft)
 
 
 @pytest.mark.parametrize("n_draft", CHAINS)
@@ -145,9 +146,9 @@ def test_a_pack_is_walked_like_its_samples(bench: Bench):
 def test_rows_that_are_not_unrolled_count_nowhere(bench: Bench):
     """The walk of an answer asks no row but those of its chains."""
     cached = bench.samples[1]
-    sample, starts = cached.sample, starts_of([cached])
+    sample, starts = cached.sample, CachedPack.of([cached]).starts
     everyone = torch.ones(1, len(sample.input_ids), dtype=torch.bool)
-    every_row = collate([cached], Chains.build(~everyone, everyone, starts))
+    every_row = batch_of(CachedPack.of([cached]), Chains.build(~everyone, everyone, starts))
     every = unroll_own(bench.draft, every_row, CPU_FLASH, 3).T
     some = proposals(bench, [cached], 3).T
     assert (some == -1).all(1).any() and not (every == -1).any()
