@@ -76,7 +76,8 @@ def entry(
 
 
 class sentence_on_error:
-    """Turn an error into its sentence on standard error and an exit code: bad input 2, others 1."""
+    """Turn an error into its sentence on standard error and an exit code: bad input 2, others 1,
+    an interruption from the keyboard 130."""
 
     def __init__(self, alike: bool = False):
         """``alike``: every rank meets the same error, so the first one speaks for all."""
@@ -91,6 +92,10 @@ class sentence_on_error:
                 f"{error.filename or 'run.root or run.cache'}: the disk became full; make room and "
                 "run the same command again, which goes on from what is finished"
             )
+        if isinstance(error, KeyboardInterrupt):
+            if self.speaks:
+                sys.stderr.write("interrupted; the same command goes on from what is finished\n")
+            raise SystemExit(130) from None
         if isinstance(error, ConfigError | JobError):
             if self.speaks:
                 sys.stderr.write(f"{error}\n")
@@ -168,7 +173,8 @@ def one_sentence(error: Exception, argv: list[str]) -> str:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     reason = lines[0].rstrip(".") if lines else type(cause).__name__
     if "Available options" in str(error):
-        options = [line.strip() for line in str(error).splitlines() if line.startswith("\t")]
+        found = [line.strip() for line in str(error).splitlines() if line.startswith("\t")]
+        options = [one for one in found if "=" not in one]  # beside them Hydra lists search paths
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{lines[0].rstrip('.')}; choose one of {', '.join(options)}"
     key = getattr(cause, "full_key", None) or getattr(error, "full_key", None)

@@ -13,7 +13,7 @@ from conf.schema import (
     RunConfig,
     Stage,
 )
-from conf.stage_rules import flash_for_capture_alone, places, state_backends
+from conf.stage_rules import enough_packs, flash_for_capture_alone, places, state_backends
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -37,7 +37,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
     for rules in (positive_numbers, shares, choices, data_and_vocabulary, combinations, answers):
         for message in rules(cfg):
             raise ConfigError(message)
-    for rules in (flash_for_capture_alone, places, state_backends):
+    for rules in (flash_for_capture_alone, enough_packs, places, state_backends):
         for message in rules(cfg, running):
             raise ConfigError(message)
     return cfg
@@ -177,20 +177,32 @@ def data_and_vocabulary(cfg: RunConfig) -> Iterator[str]:
             )
 
 
+RESERVED = {  # what Eyrie itself tells the template
+    "messages",
+    "conversation",
+    "conversations",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+}
+
+
 def combinations(cfg: RunConfig) -> Iterator[str]:
     if cfg.draft.fc_norm and cfg.draft.norm_before_fc:
         yield (
             "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "
             "set one of them to false"
         )
+    if taken := RESERVED & set(cfg.data.template_kwargs):
+        yield (
+            f"data.template_kwargs.{min(taken)}: Eyrie sets it; remove it and give the template's "
+            "own arguments, such as enable_thinking"
+        )
     if cfg.log.breakdown < 0:
         yield f"log.breakdown={cfg.log.breakdown}: must not be negative; try log.breakdown=10"
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if Stage.train in cfg.stages and cfg.optim.packs_per_step < world:
-        yield (
-            f"optim.packs_per_step={cfg.optim.packs_per_step}: smaller than the {world} ranks, "
-            f"some would idle; try optim.packs_per_step={world}"
-        )
 
 
 def answers(cfg: RunConfig) -> Iterator[str]:

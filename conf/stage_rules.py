@@ -17,6 +17,15 @@ def flash_for_capture_alone(cfg: RunConfig, running: Sequence[Stage]) -> Iterato
         )
 
 
+def enough_packs(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if Stage.train in running and cfg.optim.packs_per_step < world:
+        yield (
+            f"optim.packs_per_step={cfg.optim.packs_per_step}: smaller than the {world} ranks, "
+            f"some would idle; try optim.packs_per_step={world}"
+        )
+
+
 def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
     if not str(cfg.verifier.path):
         yield "verifier.path=: is empty; give a folder or a hub name, as in verifier=qwen3_8b"
@@ -76,9 +85,11 @@ def unheeded(cfg: RunConfig) -> Iterator[str]:
     """Knobs of another capture.backend than the chosen one."""
     capture, backend = cfg.capture, cfg.capture.backend
     if (capture.dumped is not None) != (backend is StateBackend.dumped):
+        given = "null" if capture.dumped is None else capture.dumped
         yield (
-            f"capture.dumped={capture.dumped}: goes with capture.backend=dumped, and that is "
-            f"{backend.value}; give both or neither"
+            f"capture.dumped={given}: capture.backend=dumped needs the folder of the files, and no "
+            "other backend takes one; set capture.dumped=FOLDER; now "
+            f"capture.backend={backend.value}"
         )
     if capture.missing is MissingStates.compute and backend is not StateBackend.dumped:
         yield (

@@ -4,7 +4,7 @@ import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from models.bundled import resolve
 from models.verifier import VerifierFacts, load_facts, load_tokenizer, weights_fingerprint
 
 MIB = 1 << 20
+UNDECIDED = ("verifier_path", "backend", "dump", "shards")  # of a manifest: not in its fingerprint
 RESOURCES = (  # arguments of vLLM that decide how much and how fast, not what
     "gpu_memory_utilization",
     "tensor_parallel_size",
@@ -105,6 +106,7 @@ def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
         try:
             found = read_manifest(folder)
             refuse_other_dump(cfg, manifest, found)
+            refuse_other_facts(manifest, found, manifest_file(folder))
             manifest = replace(manifest, shards=found.shards, dump=found.dump)
         except ConfigError as error:
             problem = str(error)
@@ -120,6 +122,14 @@ def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
 def chunk_of(cfg: RunConfig) -> int:
     """Tokens that a shard may hold at any size: each shard costs one reading of the weights."""
     return cfg.capture.chunk_tokens if cfg.capture.backend is StateBackend.layers else 0
+
+
+def refuse_other_facts(wanted: Manifest, found: Manifest, path: Path) -> None:
+    """Raises ConfigError when a manifest does not say what its folder's name stands for."""
+    for name in (item.name for item in fields(Manifest) if item.name not in UNDECIDED):
+        theirs, ours = getattr(found, name), getattr(wanted, name)
+        if theirs != ours:
+            raise ConfigError(f"{path}: {name}={theirs} must be {ours}; it is written again")
 
 
 def manifest_of(cfg: RunConfig, prepared: PreparedData, facts: VerifierFacts) -> Manifest:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -29,9 +30,10 @@ from data.records import PreparedData, Samples, Skipped
 from data.shard_file import header_of
 from data.split import Flags
 
-FORMAT = 2
+FORMAT = 3
 TENSORS = "samples.safetensors"
 FACTS = "samples.json"
+BLOCK = 1 << 24  # bytes of a file at one go
 COUNTED = 1 << 20  # tokens counted at once
 Ints = NDArray[np.int64]
 
@@ -80,6 +82,7 @@ class Facts:
     duplicates: int  # samples equal to an earlier one, those left out included
     moved: int  # samples that data.split would not hold out as their prompt is trained on
     overlap: int  # held-out samples whose prompt is trained on: only if there is no other prompt
+    digest: str  # xxh3 of samples.safetensors, compared whenever it is loaded
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def write(folder: Path, columns: Columns, chosen: Chosen, rows: Skipped, origin:
     kept = chosen.kept
     lengths, source = columns.read("lengths"), columns.read("source")[kept]
     counted = count(columns, chosen, lengths, origin.made_with.vocab_size)
-    write_tensors(columns.folder / TENSORS, columns, chosen, counted)
+    digest = write_tensors(columns.folder / TENSORS, columns, chosen, counted)
     sizes = [lengths[kept], counted.supervised[kept], np.ones(len(source), np.int64)]
     by_source = [
         np.bincount(source, size, len(origin.sources)).astype(np.int64).tolist() for size in sizes
@@ -127,6 +130,7 @@ def write(folder: Path, columns: Columns, chosen: Chosen, rows: Skipped, origin:
         duplicates=chosen.duplicates,
         moved=chosen.moved,
         overlap=chosen.overlap,
+        digest=digest,
     )
     text = json.dumps({"format": FORMAT, **asdict(facts)}, ensure_ascii=False)
     write_atomically(columns.folder / FACTS, text)
@@ -170,8 +174,11 @@ def labels(mask: NDArray[np.uint8], starts: Ints) -> Flags:
     return label
 
 
-def write_tensors(path: Path, columns: Columns, chosen: Chosen, counted: Counted) -> None:
-    """The safetensors layout, written in one go: what has an entry a token never lies in memory."""
+def write_tensors(path: Path, columns: Columns, chosen: Chosen, counted: Counted) -> str:
+    """The safetensors layout, written in one go: what has an entry a token never lies in memory.
+
+    Returns the digest of the file.
+    """
     kept = chosen.kept
     lengths, id_lengths = columns.read("lengths"), columns.read("id_lengths")
     vectors = {
@@ -190,14 +197,21 @@ def write_tensors(path: Path, columns: Columns, chosen: Chosen, counted: Counted
         dtype = torch.int32 if name == "tokens" else torch.uint8
         shapes[name] = torch.empty(sum(map(len, own)), dtype=dtype, device="meta")
     order = sorted(shapes, key=lambda name: (-shapes[name].element_size(), name))  # aligned
+    digest = xxhash.xxh3_128()
     with path.open("wb") as file:
-        file.write(header_of({name: shapes[name] for name in order}, {"format": "pt"}))
+
+        def write(part: bytes | memoryview) -> None:
+            digest.update(part)
+            file.write(part)
+
+        write(header_of({name: shapes[name] for name in order}, {"format": "pt"}))
         for name in order:
             blocks = columns.blocks(name, runs[name]) if name in runs else [vectors[name]]
             for block in blocks:
-                file.write(block.data)
+                write(block.data)
         file.flush()
         os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 def places(lengths: Ints) -> Ints:
@@ -209,19 +223,30 @@ def read_facts(folder: Path) -> Facts:
     """What samples.json holds. Raises ConfigError when it is not there or of another format."""
     try:
         known = json.loads((folder / FACTS).read_text())
-    except (OSError, ValueError) as error:
-        raise incomplete(folder, str(error)) from error
-    if known.get("format") != FORMAT:
-        raise incomplete(folder, f"format {known.get('format')}, this version reads {FORMAT}")
-    return Facts(
-        made_with=Provenance(**known["made_with"]),
-        rows=Skipped(**known["rows"]),
-        sources=[SourceFacts(**one) for one in known["sources"]],
-        held_out=known["held_out"],
-        duplicates=known["duplicates"],
-        moved=known["moved"],
-        overlap=known["overlap"],
-    )
+        if known["format"] != FORMAT:
+            raise incomplete(folder, f"format {known['format']}, this version reads {FORMAT}")
+        return Facts(
+            made_with=Provenance(**known["made_with"]),
+            rows=Skipped(**known["rows"]),
+            sources=[SourceFacts(**one) for one in known["sources"]],
+            held_out=known["held_out"],
+            duplicates=known["duplicates"],
+            moved=known["moved"],
+            overlap=known["overlap"],
+            digest=known["digest"],
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise incomplete(folder, f"{type(error).__name__}: {error}") from error
+
+
+def digest_of_file(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def incomplete(folder: Path, reason: str) -> ConfigError:
@@ -231,9 +256,14 @@ def incomplete(folder: Path, reason: str) -> ConfigError:
 
 
 def load_prepared(folder: Path) -> PreparedData:
-    """Map what the prepare stage left. Raises ConfigError when the folder is not whole."""
+    """Map what the prepare stage left. Raises ConfigError when the folder is not whole.
+
+    All of it is compared with its digest: at some gigabytes a second, five bytes a token.
+    """
     facts = read_facts(folder)
     try:
+        if digest_of_file(folder / TENSORS) != facts.digest:
+            raise incomplete(folder, f"{TENSORS} is not as it was written")
         tensors = load_file(folder / TENSORS)  # mapped: nothing is read before it is used
     except (OSError, SafetensorError) as error:
         raise incomplete(folder, str(error)) from error

@@ -7,8 +7,8 @@ from data.turns import NO_TEXT, REASONING, RowRefused, first_of, text_only
 TURN_LISTS = ("messages", "conversations", "conversation")
 PAIRS = (
     *(("instruction", "output"), ("instruction", "response")),
-    *(("prompt", "response"), ("prompt", "completion")),
-    *(("question", "answer"), ("input", "output")),
+    *(("prompt", "response"), ("prompt", "completion"), ("prompt", "answer")),
+    *(("question", "answer"), ("question", "response"), ("input", "output")),
 )
 GLAIVE = re.compile(r"(?:\A|\n\n+)\s*(USER|ASSISTANT|FUNCTION RESPONSE):[ \n]*")
 GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}

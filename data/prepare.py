@@ -23,7 +23,7 @@ from conf.schema import ConfigError, DataSection, RunConfig
 from data.answer_file import refuse_other_arguments
 from data.columns import Columns
 from data.corpus import FORMAT, Chosen, Origin, Provenance, SourceFacts, load_prepared, write
-from data.encoder import Chunk, EncodedChunk, Encoder, EncoderJob
+from data.encoder import BEYOND, Chunk, EncodedChunk, Encoder, EncoderJob
 from data.prepare_report import say_summary
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
@@ -259,7 +259,13 @@ def choose(columns: Columns, section: DataSection, log: RowLog) -> Chosen:
 
 def no_sample(inputs: Inputs, log: RowLog) -> ConfigError:
     """The error for data that gave nothing: the template's fault, or the data's."""
-    if any(reason in TEMPLATE_REASONS for reason in log.skipped):
+    most = max(log.skipped, key=log.skipped.__getitem__, default="")
+    if most == BEYOND:
+        return ConfigError(
+            f"data.max_length={inputs.section.max_length}: no answer begins before that token "
+            f"({log.reasons()}); raise it"
+        )
+    if most in TEMPLATE_REASONS:
         return ConfigError(
             f"verifier.path={inputs.tokenizer.name_or_path}: its chat template "
             f"{inputs.template.location} yields no supervised token in {log.rows_in} rows "
@@ -268,7 +274,8 @@ def no_sample(inputs: Inputs, log: RowLog) -> ConfigError:
     reasons = log.reasons() or "the files are empty"
     return ConfigError(
         f"data.path={paths_of(inputs)}: no usable row ({reasons}); a row is a JSON object with "
-        '"messages" of "role" and "content", and ends with an answer'
+        '"messages" of "role" and "content", and ends with an answer; prompts alone get answers '
+        "from python -m data.regenerate"
     )
 
 

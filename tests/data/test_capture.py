@@ -539,3 +539,16 @@ def test_the_command_prepares_and_captures(
     (folder,) = (tmp_path / "cache").glob("capture-*")
     reader = ShardReader(folder)
     assert len(reader) == 8 and reader.valid_indices and reader.train_indices
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", "bfloat16"), ("aux_layers", [1, 2, 3])])
+def test_a_manifest_that_says_what_its_folder_is_not_is_written_again(
+    cfg, prepared, name: str, value: object, capsys
+):
+    folder = capture(cfg, prepared, ALONE)
+    path = folder / "manifest.json"
+    right, shards = path.read_text(), bytes_of(folder)
+    path.write_text(json.dumps(json.loads(right) | {name: value}))
+    assert capture(cfg, prepared, ALONE) == folder
+    assert f"{name}={value} must be" in capsys.readouterr().out
+    assert (path.read_text(), bytes_of(folder)) == (right, shards)

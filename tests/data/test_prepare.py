@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from conf.schema import ConfigError, RunConfig
-from data.corpus import load_prepared, read_facts
+from data.corpus import FACTS, TENSORS, load_prepared, read_facts
 from data.prepare import CHUNK_BYTES, find_prepared, prepare, some_rows
 from data.records import PreparedData
 from data.rows import Row
@@ -614,3 +614,28 @@ def test_two_sizes_give_two_maps_of_one_prepared_set(cfg, capsys):
     assert set(maps[1].tolist()) < set(maps[0].tolist())
     cfg.draft.vocab_size = "full"
     assert draft_vocab_size(cfg.draft, facts.vocab_size) == 128
+
+
+def test_any_damage_to_prepared_data_is_found(cfg):
+    """One bit of every part of the file, and facts that lack an entry: one sentence each."""
+    save(cfg, rows(6))
+    folder = prepare(cfg).folder
+    path = folder / TENSORS
+    whole = path.read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 60)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(ConfigError, match="is no prepared data"):
+            load_prepared(folder)
+    path.write_bytes(whole)
+    facts = json.loads((folder / FACTS).read_text())
+    for name in facts:
+        (folder / FACTS).write_text(json.dumps({k: v for k, v in facts.items() if k != name}))
+        with pytest.raises(ConfigError, match=f"is no prepared data.*{name}"):
+            load_prepared(folder)
+
+
+def test_answers_beyond_the_length_are_no_fault_of_the_template(cfg):
+    save(cfg, rows(6))
+    cfg.data.max_length = 4
+    with pytest.raises(ConfigError, match=r"data\.max_length=4: no answer begins .* raise it"):
+        prepare(cfg)
