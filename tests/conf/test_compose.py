@@ -45,7 +45,7 @@ def test_every_group_file_composes(group: str, option: str):
             ["capture.tensor_parallel=true", "capture.backend=layers"],
             ["capture.tensor_parallel=true", "backend=layers", "backend=transformers"],
         ),
-        (["capture.backend=dumped"], ["capture.dumped=null", "give both"]),
+        (["capture.backend=dumped"], ["capture.dumped=null", "set capture.dumped=FOLDER"]),
         (["capture.dumped=tests"], ["capture.dumped=tests", "backend=dumped"]),
         (["capture.missing=compute"], ["missing=compute", "backend=transformers", "=dumped"]),
         (["capture.vllm_args.max_num_seqs=8"], ["vllm_args={'max_num_seqs': 8}", "backend=vllm"]),
