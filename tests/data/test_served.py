@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 import data.chat_client as chat_client
+import data.chat_reply as chat_reply
 from conf.schema import AnswerBackend, ConfigError, JobError, RunConfig
 from data.dialects import RowRefused, read_row
 from data.regenerate import regenerate
@@ -194,7 +195,7 @@ def test_faults_that_pass_are_tried_again(cfg: RunConfig, serve):
 def test_what_retry_after_may_say():
     def seconds(value: str | None) -> float:
         headers = {"retry-after": value} if value else {}
-        return chat_client.retry_after(httpx.Response(429, headers=headers))
+        return chat_reply.retry_after(httpx.Response(429, headers=headers))
 
     later = datetime.now(UTC) + timedelta(seconds=60)
     assert seconds("2.5") == 2.5 and seconds(None) == seconds("soon") == seconds("-3") == 0
@@ -295,7 +296,7 @@ def test_an_address_that_is_none(cfg: RunConfig):
 def test_a_reply_that_no_file_can_hold_is_refused(text: str, key: str):
     message = {"content": "fine", key: text}
     with pytest.raises(RowRefused, match="in the text"):
-        chat_client.reply_of({"choices": [{"message": message, "finish_reason": "stop"}]})
+        chat_reply.reply_of({"choices": [{"message": message, "finish_reason": "stop"}]})
 
 
 def test_which_model(cfg: RunConfig, serve):
