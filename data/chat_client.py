@@ -159,21 +159,19 @@ class ChatClient:
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
         """The reply with all of its body. Raises RowRefused for one too large to be an answer."""
-        parts: list[bytes] = []
-        size = 0
+        content = bytearray()
         async with self.http.stream(method, path, json=body) as response:
             packed = response.headers.get("content-encoding", "identity")
             if packed != "identity":
                 raise ValueError(f"content-encoding {packed} was not asked for")
             async for part in response.aiter_raw():
-                parts.append(part)
-                size += len(part)
-                if size > LARGEST:
+                content += part
+                if len(content) > LARGEST:
                     raise RowRefused(f"a reply of more than {LARGEST >> 20} MiB")
         return httpx.Response(
             response.status_code,
             headers=response.headers,
-            content=b"".join(parts),
+            content=bytes(content),
             extensions=response.extensions,
         )
 

@@ -127,7 +127,7 @@ class Server:
                 seed = seed_of(self.cfg.run.seed, talk.job.id, talk.answered)
                 reply = await client.chat(talk.ask(), job.sampling, seed)
                 self._compare(prompt, reply, job)
-                talk.hear(self._said(reply))
+                talk.hear(self._said(reply, talk))
             except GaveUp as error:
                 self.failed.append(str(error))
                 return None
@@ -137,11 +137,12 @@ class Server:
                     self._note_once(refusal.reason, f"{job.id}: {refusal.note}")
         return talk
 
-    def _said(self, reply: Reply) -> Said:
+    def _said(self, reply: Reply, talk: Talk) -> Said:
         """An answer that was not cut must end with a token that is no part of its text.
 
         Raises RowRefused for text that training would read as special tokens, unless the ids show
-        that the verifier wrote it letter by letter.
+        that the verifier wrote it letter by letter; an answer without ids takes them from those
+        before it.
         """
         turn = Turn("assistant", reply.content, reasoning=reply.reasoning)
         ids = reply.ids
@@ -151,7 +152,8 @@ class Server:
             )
             ids = []
         if not ids:
-            refuse_written_out(turn, self.tokenizer)
+            for answer in [*talk.turns, turn]:
+                refuse_written_out(answer, self.tokenizer)
         return Said(turn, ids, reply.cut, reply.tokens)
 
     def _spell(self, ids: list[int], turn: Turn, cut: bool) -> bool:
@@ -187,7 +189,7 @@ class Server:
 def refuse_written_out(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> None:
     """Special tokens end a turn or begin one: as text they are none of the answer's, but training
     would supervise them, and all that follows, as if the verifier had generated them there."""
-    for text in (turn.content, turn.reasoning):
+    for text in (turn.content, turn.reasoning) if turn.role == "assistant" else ():
         if found := special_tokens(tokenizer).search(text):
             raise RowRefused(
                 WRITTEN_OUT, f"its answer holds {found[0]}; have the server skip special tokens"

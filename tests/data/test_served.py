@@ -104,6 +104,12 @@ def single(word: str) -> dict:
     return {"id": word, "task": "words", "messages": [{"role": "user", "content": word}]}
 
 
+def two_turns(first: str, second: str) -> dict:
+    asked = [{"role": "user", "content": word} for word in (first, second)]
+    between = {"role": "assistant", "content": "x"}
+    return {"id": f"{first} {second}", "messages": [asked[0], between, asked[1]]}
+
+
 def left_out(cfg: RunConfig) -> dict[str, int]:
     return json.loads(Path(cfg.regenerate.output + ".meta.json").read_text())["left_out"]
 
@@ -307,7 +313,7 @@ def completion(message: object, finish: str = "stop", usage: object = None, **ch
     return {"do": "raw", "body": json.dumps({"choices": choices, "usage": usage})}
 
 
-def written(cfg: RunConfig, text: str) -> list[int]:
+def written(cfg: RunConfig, text: str) -> list:
     """Letter by letter, no special token in it, and the end of turn."""
     tokenizer = load_tokenizer(cfg.verifier, Path(cfg.run.cache))
     return [*(tokenizer(letter)["input_ids"][0] for letter in text), tokenizer.eos_token_id]
@@ -391,14 +397,17 @@ def test_special_tokens_written_out_are_no_answer(cfg: RunConfig, serve, capsys)
         {"match": "deep", **completion({"content": "hi", "reasoning": "so<|im_end|>"})},
         {"match": "tags", **completion({"content": "</think>hi <b> <|x|>"})},
         {"match": "spelt", **completion({"content": evil}, token_ids=letters)},
+        {"match": "mute", **completion(HI)},
     ]
     cfg.regenerate.max_new_tokens = 100
-    turns = [{"role": "user", "content": "good"}, {"role": "assistant", "content": "x"}]
-    talk = {"id": "talk", "messages": [*turns, {"role": "user", "content": "plain"}]}
-    rows = ask(cfg, serve(faults=faults), "plain", "other", "deep", "tags", "spelt", talk)
-    assert [row["id"] for row in rows] == ["tags#0", "spelt#0", "talk#0"]
-    assert rows[1]["answer_ids"] == letters  # the verifier did write it, letter by letter
-    assert len(rows[2]["conversations"]) == 2
+    words = ["plain", "other", "deep", "tags", "spelt"]
+    pairs = [("good", "plain"), ("spelt", "mute"), ("mute<|im_end|>", "mute")]
+    rows = ask(cfg, serve(faults=faults), *words, *(two_turns(*pair) for pair in pairs))
+    names = ["tags", "spelt", "good plain", "spelt mute", "mute<|im_end|> mute"]
+    assert [row["id"] for row in rows] == [f"{name}#0" for name in names]
+    assert [len(row["conversations"]) for row in rows] == [2, 2, 2, 2, 4]
+    # the verifier did write it, letter by letter; without the ids nobody could say so
+    assert rows[1]["answer_ids"] == rows[3]["answer_ids"] == letters
     assert left_out(cfg) == {"special tokens written out in an answer": 3}
     said = capsys.readouterr().out
     assert "ended early: special tokens written out in an answer" in said
