@@ -8,18 +8,25 @@ import asyncio
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import httpx
 
 from conf.schema import ConfigError, JobError, RunConfig
+from data.chat_reply import (
+    MALFORMED,
+    Failed,
+    Reply,
+    body_of,
+    models_of,
+    one_line,
+    reply_of,
+    retry_after,
+    told,
+)
 from data.dialects import RowRefused
 from data.records import Turn
 from data.render import messages
-from data.turns import refuse_broken
 from models.sampling import Sampling
 
 Result = TypeVar("Result")
@@ -27,25 +34,11 @@ BACKOFF, LONGEST = 0.5, 30.0  # seconds before the second try, doubled each time
 CONNECT = 10.0  # seconds until a connection must stand
 REFUSALS = {400, 413, 422}  # this prompt, not the server
 TRANSIENT = {408, 425, 429}  # besides 5xx
-BROKEN_OFF = {None, "abort", "error"}  # finish reasons of answers that the server did not finish
-SHOWN = 300  # characters of what a server says
+LARGEST = 64 << 20  # bytes of a reply; 128K tokens with text and ids come to some 2 MiB
 
 
 class GaveUp(Exception):
     """A request failed at every try; says how the last one did."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer as the server tells it; what it does not tell is empty, or 0."""
-
-    content: str
-    reasoning: str  # thoughts that the server keeps apart
-    cut: bool
-    ids: list[int]
-    prompt_ids: list[int]
-    tokens: int
-    prompt_tokens: int
 
 
 class ChatClient:
@@ -61,8 +54,10 @@ class ChatClient:
         key = os.environ[self.section.api_key_env] if self.section.api_key_env else ""
         self.http = httpx.AsyncClient(
             base_url=address_of(self.section.base_url or ""),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(self.section.timeout, connect=CONNECT),
+            # Packed, a small reply could be a large one.
+            headers={"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
+            timeout=httpx.Timeout(None, connect=CONNECT),  # the whole request has a limit below
             limits=httpx.Limits(max_connections=self.section.concurrency),
         )
 
@@ -133,20 +128,52 @@ class ChatClient:
             await asyncio.sleep(wait)
             wait = min(LONGEST, BACKOFF * 2**attempt) * random.uniform(0.5, 1.5)
             try:
-                response = await self.http.request(method, path, json=body)
-                if response.is_success:
-                    return read(response.json())
-            except RowRefused:
-                raise
-            except httpx.RequestError as error:  # no connection, cut off, timed out
-                failure = f"{type(error).__name__} {error}".strip()
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                failure = f"the reply is not what the protocol says ({error!r})"
-            else:
-                failure = told(response)
-                self._judge(response, path)
-                wait = max(wait, min(retry_after(response), self.section.timeout))
+                return await self._try(method, path, body, read)
+            except Failed as error:
+                failure = str(error)
+                wait = max(wait, min(error.wait, self.section.timeout))
         raise GaveUp(failure)
+
+    async def _try(
+        self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], Result]
+    ) -> Result:
+        """Raises Failed where another try may go well, else RowRefused or JobError."""
+        limit = self.section.timeout
+        try:
+            # httpx would count from byte to byte, and a reply that drips would never be late.
+            async with asyncio.timeout(limit):
+                response = await self._fetch(method, path, body)
+            if response.is_success:
+                return read(body_of(response))
+        except RowRefused:
+            raise
+        except TimeoutError as error:
+            raise Failed(f"no whole reply within regenerate.timeout={limit:g} seconds") from error
+        except httpx.RequestError as error:  # no connection, cut off
+            raise Failed(one_line(f"{type(error).__name__} {error}")) from error
+        except MALFORMED as error:
+            what = one_line(repr(error))
+            raise Failed(f"the reply is not what the protocol says ({what})") from error
+        self._judge(response, path)
+        raise Failed(told(response), retry_after(response))
+
+    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        """The reply with all of its body. Raises RowRefused for one too large to be an answer."""
+        content = bytearray()
+        async with self.http.stream(method, path, json=body) as response:
+            packed = response.headers.get("content-encoding", "identity")
+            if packed != "identity":
+                raise ValueError(f"content-encoding {packed} was not asked for")
+            async for part in response.aiter_raw():
+                content += part
+                if len(content) > LARGEST:
+                    raise RowRefused(f"a reply of more than {LARGEST >> 20} MiB")
+        return httpx.Response(
+            response.status_code,
+            headers=response.headers,
+            content=bytes(content),
+            extensions=response.extensions,
+        )
 
     def _judge(self, response: httpx.Response, path: str) -> None:
         """Raise unless another try may go well."""
@@ -177,71 +204,3 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
     """vLLM reads thoughts under a name of its own."""
     thoughts = message.get("reasoning_content")
     return {**message, "reasoning": thoughts} if thoughts else message
-
-
-def models_of(body: Any) -> list[str]:
-    return [str(model["id"]) for model in body["data"]]
-
-
-def reply_of(body: Any) -> Reply:
-    """Read a chat completion. Raises RowRefused for a tool call, an answer held back and one of
-    broken characters, and KeyError, IndexError, TypeError or ValueError for what is no
-    finished answer."""
-    choice = body["choices"][0]
-    message = choice["message"]
-    finish = choice["finish_reason"]
-    if finish in BROKEN_OFF:
-        raise ValueError(f"finish_reason {finish}")
-    if finish == "tool_calls" or message.get("tool_calls"):
-        raise RowRefused("a tool call in place of an answer")
-    if finish not in ("stop", "length"):
-        raise RowRefused(f"answer ended by the server: finish_reason {finish}")
-    usage = body.get("usage") or {}
-    ids = integers(choice.get("token_ids"))
-    return Reply(
-        content=text_of(message.get("content")),
-        reasoning=text_of(message.get("reasoning") or message.get("reasoning_content")),
-        cut=finish == "length",
-        ids=ids,
-        prompt_ids=integers(body.get("prompt_token_ids")),
-        tokens=int(usage.get("completion_tokens") or len(ids)),
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-    )
-
-
-def text_of(value: object) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise TypeError("content is no text")
-    refuse_broken(value)
-    return value
-
-
-def integers(value: Any) -> list[int]:
-    return [int(item) for item in value or []]
-
-
-def told(response: httpx.Response) -> str:
-    """Status and the server's own words, on one line."""
-    try:
-        body = response.json()
-        error = body.get("error", body)
-        words = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
-        words = response.text
-    line = " ".join(str(words).split())
-    return f"{response.status_code} {response.reason_phrase}: {line[:SHOWN]}".rstrip(": ")
-
-
-def retry_after(response: httpx.Response) -> float:
-    """Seconds that the server asks to wait: its header holds them, or a date."""
-    value = response.headers.get("retry-after", "")
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return 0.0

@@ -15,13 +15,16 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from conf.runtime import cache_dir, say
 from conf.schema import ConfigError, JobError, RunConfig
 from data.answer_file import AnswerFile, setting_of
-from data.chat_client import ChatClient, GaveUp, Reply
+from data.chat_client import ChatClient, GaveUp
+from data.chat_reply import Reply
 from data.dialects import RowRefused
 from data.generated import is_text
 from data.records import Turn
+from data.render import special_tokens
 from data.talks import Job, Said, Talk, next_prompt, room_of, seed_of
 from models.verifier import load_facts
 
+WRITTEN_OUT = "special tokens written out in an answer"
 SAVE_EVERY = 1.0  # seconds between two synced writes: what a kill may lose
 
 
@@ -123,6 +126,8 @@ class Server:
             try:
                 seed = seed_of(self.cfg.run.seed, talk.job.id, talk.answered)
                 reply = await client.chat(talk.ask(), job.sampling, seed)
+                self._compare(prompt, reply, job)
+                talk.hear(self._said(reply, talk))
             except GaveUp as error:
                 self.failed.append(str(error))
                 return None
@@ -130,21 +135,32 @@ class Server:
                 talk.ended = refusal.reason
                 if refusal.note:
                     self._note_once(refusal.reason, f"{job.id}: {refusal.note}")
-            else:
-                self._compare(prompt, reply, job)
-                talk.hear(self._said(reply))
         return talk
 
-    def _said(self, reply: Reply) -> Said:
-        """An answer that was not cut must end with a token that is no part of its text."""
+    def _said(self, reply: Reply, talk: Talk) -> Said:
+        """An answer that was not cut must end with a token that is no part of its text.
+
+        Raises RowRefused for text that training would read as special tokens, unless the ids show
+        that the verifier wrote it letter by letter; an answer without ids takes them from those
+        before it.
+        """
         turn = Turn("assistant", reply.content, reasoning=reply.reasoning)
         ids = reply.ids
-        if ids and not is_text(ids if reply.cut else ids[:-1], turn, self.tokenizer):
+        if ids and not self._spell(ids, turn, reply.cut):
             self._note_once(
                 "ids", "the server's token ids do not spell its text and its end; the text is kept"
             )
             ids = []
+        if not ids:
+            for answer in [*talk.turns, turn]:
+                refuse_written_out(answer, self.tokenizer)
         return Said(turn, ids, reply.cut, reply.tokens)
+
+    def _spell(self, ids: list[int], turn: Turn, cut: bool) -> bool:
+        known = len(self.tokenizer)
+        return all(0 <= token < known for token in ids) and is_text(
+            ids if cut else ids[:-1], turn, self.tokenizer
+        )
 
     def _compare(self, prompt: list[int], reply: Reply, job: Job) -> None:
         """The verifier must read what training will: the same template, arguments and tokenizer."""
@@ -168,6 +184,16 @@ class Server:
         if about not in self.noted:
             self.noted.add(about)
             say(f"note: {text}")
+
+
+def refuse_written_out(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Special tokens end a turn or begin one: as text they are none of the answer's, but training
+    would supervise them, and all that follows, as if the verifier had generated them there."""
+    for text in (turn.content, turn.reasoning) if turn.role == "assistant" else ():
+        if found := special_tokens(tokenizer).search(text):
+            raise RowRefused(
+                WRITTEN_OUT, f"its answer holds {found[0]}; have the server skip special tokens"
+            )
 
 
 def save(talks: list[Talk], file: AnswerFile, seed: int) -> None:

@@ -119,6 +119,16 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def endless(self, part: bytes, pause: float) -> None:
+        """A body that ends when the client hangs up."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        while True:
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
+            self.wfile.flush()
+            time.sleep(pause)
+
     def do_GET(self) -> None:
         state = self.state
         if self.path == "/stats":
@@ -161,6 +171,13 @@ class Handler(BaseHTTPRequestHandler):
         elif do == "slow":
             time.sleep(fault["seconds"])
             self.reply(200, answer(body, options))
+        elif do == "drip":
+            self.endless(b" ", 0.1)
+        elif do == "flood":
+            self.endless(b" " * (1 << 18), 0)
+        elif do == "raw":
+            text = fault["body"] * fault.get("repeat", 1)
+            self.reply(fault.get("status", 200), text, fault.get("headers"))
         elif do:
             self.reply(200, spoil(answer(body, options), do))
         else:
