@@ -7,7 +7,7 @@ drop the thoughts of earlier turns. Such templates change all that goes before a
 are compared from the end of the answer before on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data.dialects import RowRefused
 from data.records import Turn
@@ -21,10 +21,11 @@ STAND_IN = "\ue0a8"  # private-use character that stands for an answer
 
 @dataclass(frozen=True)
 class Before:
-    """What goes before an answer: the turns, and where the answer before it ends in the text."""
+    """What goes before an answer, and the turns from it on."""
 
     turns: Turns
-    floor: int  # without the token that ends a turn; 0 where there is none
+    floor: int  # where the answer before ends, without the token that ends it; 0 where none is
+    rest: Turns  # the answer and what follows it
 
 
 def opening(full: str, before: Before, template: ChatTemplate) -> int | None:
@@ -60,7 +61,7 @@ def call_span(full: str, answer: Turn, before: Before, template: ChatTemplate) -
     written = as_generated(answer, before, header, template)
     start = opening(full, before, template)
     # The first call from here on is the answer's: a user may have written the same one before.
-    lowest = end_of_header(full, header, before, template) if start is None else start
+    lowest = lowest_start(full, header, before, template) if start is None else start
     for ended in (written, bare(written, template)):
         front, calls = split_at_calls(ended, answer)
         at = full.find(calls, lowest, lowest + len(ended) + SLACK)
@@ -87,12 +88,34 @@ def as_generated(answer: Turn, before: Before, header: str, template: ChatTempla
     return written
 
 
-def end_of_header(full: str, header: str, before: Before, template: ChatTemplate) -> int:
-    """How far ``full`` goes on after the answer before as ``header`` does."""
+def lowest_start(full: str, header: str, before: Before, template: ChatTemplate) -> int:
+    """Behind the text of the turn before, and as far as ``full`` goes on as ``header`` does.
+
+    The header's own history can differ from that in ``full`` (thoughts, even empty ones, that are
+    shown for the last answer alone). Raises RowRefused when neither place can be told.
+    """
+    given = end_of_given(full, before, template)
     base = text_before(before.turns, template)
-    if not header.startswith(base):
+    if header.startswith(base):
+        follows = before.floor + shared(full[before.floor :], header[len(base) :])
+    elif given is None:
         raise RowRefused(UNSTABLE)
-    return before.floor + shared(full[before.floor :], header[len(base) :])
+    else:
+        follows = shared(full, header)
+    return follows if given is None else max(given, follows)
+
+
+def end_of_given(full: str, before: Before, template: ChatTemplate) -> int | None:
+    """Where the text of the turn before the answer ends; None when the render does not tell."""
+    if not before.turns or before.turns[-1].role == "assistant":
+        return None
+    given = replace(before.turns[-1], content=STAND_IN)
+    probe = template.whole((*before.turns[:-1], given, *before.rest))
+    above, found, below = probe.partition(STAND_IN)
+    fits = full.startswith(above) and full.endswith(below)
+    if not found or STAND_IN in below or not fits or len(above) + len(below) > len(full):
+        return None
+    return len(full) - len(below)
 
 
 def split_at_calls(written: str, answer: Turn) -> tuple[str, str]:

@@ -114,7 +114,7 @@ def spans_from_pieces(
     for i, turn in enumerate(turns):
         if turn.role != "assistant":
             continue
-        earlier = Before(turns[:i], floor)
+        earlier = Before(turns[:i], floor, turns[i:])
         if turn.calls:
             start, end = call_span(full, turn, earlier, template)
             spans.append((start, end))
@@ -185,7 +185,7 @@ def spans_from_markers(
         if at is None:
             break
         # Some mark their header, which the verifier is given.
-        asked = opening(full, Before(turns[:i], floor), template)
+        asked = opening(full, Before(turns[:i], floor, turns[i:]), template)
         if asked is not None and start < asked <= at:
             start = asked
         stop = at if turns[i].calls else turn_end(full, at, end_of_turn, template)
