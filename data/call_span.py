@@ -15,7 +15,7 @@ from data.render import ChatTemplate, Span, Turns
 
 NO_CALL = "the template leaves out a tool call"
 UNSTABLE = "the template writes other text around other answers"
-SLACK = 64  # characters that may go before the calls in place of the thoughts
+SLACK = 64  # characters that may go before the calls besides the answer's own
 STAND_IN = "\ue0a8"  # private-use character that stands for an answer
 
 
@@ -62,9 +62,10 @@ def call_span(full: str, answer: Turn, before: Before, template: ChatTemplate) -
     start = opening(full, before, template)
     # The first call from here on is the answer's: a user may have written the same one before.
     lowest = lowest_start(full, header, before, template) if start is None else start
+    room = SLACK + len(answer.reasoning) + len(answer.content)
     for ended in (written, bare(written, template)):
         front, calls = split_at_calls(ended, answer)
-        at = full.find(calls, lowest, lowest + len(ended) + SLACK)
+        at = full.find(calls, lowest, lowest + len(ended) + room)
         if at < 0:
             continue
         end = at + len(calls)
@@ -82,10 +83,29 @@ def as_generated(answer: Turn, before: Before, header: str, template: ChatTempla
     prompt = template.prompt(before.turns)
     through = template.whole((*before.turns, answer)).rstrip()
     fits = through.startswith(prompt)  # else the prompt opens a thought that is not there
-    written = through[len(prompt) if fits else shared(through, header) :]
+    written = through[len(prompt) :] if fits else behind_thought(through, header, answer)
     if not shows_calls(written, answer):
         raise RowRefused(NO_CALL)
     return written
+
+
+def behind_thought(through: str, header: str, answer: Turn) -> str:
+    """What follows ``header`` in ``through``.
+
+    A header can hold an empty thought (thinking turned off). One that the data brings is written
+    into it and is as little the verifier's as the empty one. Raises RowRefused when it is unclear
+    where it ends.
+    """
+    at = shared(through, header)
+    inline = answer.content.partition("</think>")[0].rpartition("<think>")[2]
+    thought = (answer.reasoning or inline).strip()
+    begun = through.find(thought, max(at - len(thought) + 1, 0)) if header[at:].strip() else -1
+    if not thought or begun < 0 or through[at:begun].strip():
+        return through[at:]
+    blank, closed, said = through[begun + len(thought) :].partition(header[min(at, begun) :])
+    if blank.strip() or not closed:
+        raise RowRefused(UNSTABLE)
+    return said
 
 
 def lowest_start(full: str, header: str, before: Before, template: ChatTemplate) -> int:
