@@ -7,6 +7,7 @@ drop the thoughts of earlier turns. Such templates change all that goes before a
 are compared from the end of the answer before on.
 """
 
+import json
 from dataclasses import dataclass, replace
 
 from data.dialects import RowRefused
@@ -40,7 +41,12 @@ def opening(full: str, before: Before, template: ChatTemplate) -> int | None:
     rest = prompt[len(base) :]
     if prompt.startswith(base) and full.startswith(rest, before.floor):
         return before.floor + len(rest)
-    return None
+    given = end_of_given(full, before, template)  # some write the system text in the last question
+    if given is None or not before.turns or before.turns[-1].role == "assistant":
+        return None
+    _, found, header = template.prompt(with_stand_in(before.turns)).partition(STAND_IN)
+    fits = found and prompt.endswith(header) and full.startswith(header, given)
+    return given + len(header) if fits else None
 
 
 def text_before(turns: Turns, template: ChatTemplate) -> str:
@@ -118,24 +124,30 @@ def lowest_start(full: str, header: str, before: Before, template: ChatTemplate)
     base = text_before(before.turns, template)
     if header.startswith(base):
         follows = before.floor + shared(full[before.floor :], header[len(base) :])
-    elif given is None:
-        raise RowRefused(UNSTABLE)
+        told = given is not None or shows_text(full[before.floor : follows], before.turns[-1])
     else:
         follows = shared(full, header)
-    return follows if given is None else max(given, follows)
+        told = given is not None
+    if not told:
+        raise RowRefused(UNSTABLE)
+    return max(given or 0, follows)
 
 
 def end_of_given(full: str, before: Before, template: ChatTemplate) -> int | None:
     """Where the text of the turn before the answer ends; None when the render does not tell."""
     if not before.turns or before.turns[-1].role == "assistant":
-        return None
-    given = replace(before.turns[-1], content=STAND_IN)
-    probe = template.whole((*before.turns[:-1], given, *before.rest))
+        return before.floor
+    probe = template.whole((*with_stand_in(before.turns), *before.rest))
     above, found, below = probe.partition(STAND_IN)
     fits = full.startswith(above) and full.endswith(below)
     if not found or STAND_IN in below or not fits or len(above) + len(below) > len(full):
         return None
     return len(full) - len(below)
+
+
+def with_stand_in(turns: Turns) -> Turns:
+    """The same turns, but for the text of the last one."""
+    return (*turns[:-1], replace(turns[-1], content=STAND_IN))
 
 
 def split_at_calls(written: str, answer: Turn) -> tuple[str, str]:
@@ -152,3 +164,9 @@ def shared(one: str, other: str) -> int:
 
 def shows_calls(text: str, turn: Turn) -> bool:
     return all(call.name in text for call in turn.calls)
+
+
+def shows_text(text: str, turn: Turn) -> bool:
+    """Whether a turn that is given stands in ``text``, as it is or as a JSON string."""
+    shown = turn.content.strip()
+    return shown in text or json.dumps(shown, ensure_ascii=False)[1:-1] in text

@@ -14,12 +14,20 @@ data/call_span.py finds it. Users' text is the same in both renders, so a header
 cannot open an answer.
 """
 
-import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from conf.runtime import note_once
-from data.call_span import NO_CALL, UNSTABLE, Before, bare, call_span, opening, shows_calls
+from data.call_span import (
+    NO_CALL,
+    UNSTABLE,
+    Before,
+    bare,
+    call_span,
+    opening,
+    shows_calls,
+    shows_text,
+)
 from data.dialects import RowRefused
 from data.records import Turn
 from data.render import REFUSED, ChatTemplate, Span, Turns
@@ -68,10 +76,8 @@ def mark_answers(turns: Turns, cut: bool, template: ChatTemplate) -> MarkedText:
 def check_results(full: str, turns: Turns) -> None:
     """Refuse what answers a question that the text does not hold."""
     for turn in turns:
-        if turn.role == "tool":
-            shown = turn.content.strip()
-            if shown not in full and json.dumps(shown, ensure_ascii=False)[1:-1] not in full:
-                raise RowRefused(NO_RESULT)
+        if turn.role == "tool" and not shows_text(full, turn):
+            raise RowRefused(NO_RESULT)
 
 
 def probe(turns: Turns, template: ChatTemplate) -> list[str]:
