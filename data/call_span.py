@@ -4,7 +4,8 @@ Templates write a call in a shape of their own, so there is no text of ours to l
 as it was generated is what ``whole(turns up to it)`` writes after the prompt, up to the token that
 ends it. The same text must stand in the full render, but for a front that templates change which
 drop the thoughts of earlier turns. Such templates change all that goes before as well, so renders
-are compared from the end of the answer before on.
+are compared from the end of the answer before on, and from the end of the text of the turn before,
+which a render of the whole conversation with another text there tells.
 """
 
 import json
@@ -17,7 +18,7 @@ from data.render import ChatTemplate, Span, Turns
 NO_CALL = "the template leaves out a tool call"
 UNSTABLE = "the template writes other text around other answers"
 SLACK = 64  # characters that may go before the calls besides the answer's own
-STAND_IN = "\ue0a8"  # private-use character that stands for an answer
+STAND_IN = "\ue0a8"  # private-use character that stands for a turn's text
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,13 @@ def call_span(full: str, answer: Turn, before: Before, template: ChatTemplate) -
     room = SLACK + len(answer.reasoning) + len(answer.content)
     for ended in (written, bare(written, template)):
         front, calls = split_at_calls(ended, answer)
-        at = full.find(calls, lowest, lowest + len(ended) + room)
+        highest = lowest + len(ended) + room
+        at = full.find(calls, lowest, highest)
         if at < 0:
             continue
+        whole = full.find(ended, lowest, highest)
+        if 0 <= whole <= at:  # a thought may quote the calls
+            at = whole + len(front)
         end = at + len(calls)
         token = template.special.match(full, end) if len(ended) < len(written) else None
         if start is None:

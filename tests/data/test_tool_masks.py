@@ -236,6 +236,24 @@ def test_thinking_off_and_a_thought_before_a_call(with_template, template):
     assert whole.startswith(f"<think>\n{thought}\n</think>\n\nLet me see.\n<tool_call>")
 
 
+def test_a_thought_that_quotes_the_call_does_not_end_its_answer(with_template):
+    shown = '<call>rain{"town": "Ulm", "days": 2}</call>'
+    quoting = with_tool(reasoning=f"{shown} or not")
+    first, second = supervised(marked(quoting, with_template(EMPTIES)))
+    assert first == f"<think>{shown} or not</think>{shown}"
+    assert second == "<think></think>Yes."
+
+
+def test_the_same_thought_and_call_in_a_later_turn_is_not_the_earlier_answer(with_template):
+    thoughtful = replace(C, reasoning="look")
+    talk = Conversation("x", (U, thoughtful, R, U, thoughtful, R, A), tools=TOOLS)
+    called = '<tool_call>\n{"name": "rain", "arguments": {"town": "Ulm", "days": 2}}\n</tool_call>'
+    thought = "<think>\nlook\n</think>\n\n"
+    spans = supervised(marked(talk, with_template(SPARE)))
+    assert spans[:2] == [f"{called}<|im_end|>", f"{thought}{called}<|im_end|>"]
+    assert len(spans) == 3
+
+
 def test_text_beside_a_call(with_template):
     first, _ = supervised(marked(with_tool("Let me look."), with_template(HERMES)))
     assert first.startswith("<think>\n\n</think>\n\nLet me look.\n<tool_call>")
