@@ -14,12 +14,20 @@ data/call_span.py finds it. Users' text is the same in both renders, so a header
 cannot open an answer.
 """
 
-import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from conf.runtime import note_once
-from data.call_span import NO_CALL, UNSTABLE, Before, bare, call_span, opening, shows_calls
+from data.call_span import (
+    NO_CALL,
+    UNSTABLE,
+    Before,
+    bare,
+    call_span,
+    opening,
+    shows_calls,
+    shows_text,
+)
 from data.dialects import RowRefused
 from data.records import Turn
 from data.render import REFUSED, ChatTemplate, Span, Turns
@@ -68,10 +76,8 @@ def mark_answers(turns: Turns, cut: bool, template: ChatTemplate) -> MarkedText:
 def check_results(full: str, turns: Turns) -> None:
     """Refuse what answers a question that the text does not hold."""
     for turn in turns:
-        if turn.role == "tool":
-            shown = turn.content.strip()
-            if shown not in full and json.dumps(shown, ensure_ascii=False)[1:-1] not in full:
-                raise RowRefused(NO_RESULT)
+        if turn.role == "tool" and not shows_text(full, turn):
+            raise RowRefused(NO_RESULT)
 
 
 def probe(turns: Turns, template: ChatTemplate) -> list[str]:
@@ -114,7 +120,7 @@ def spans_from_pieces(
     for i, turn in enumerate(turns):
         if turn.role != "assistant":
             continue
-        earlier = Before(turns[:i], floor)
+        earlier = Before(turns[:i], floor, turns[i:])
         if turn.calls:
             start, end = call_span(full, turn, earlier, template)
             spans.append((start, end))
@@ -185,7 +191,7 @@ def spans_from_markers(
         if at is None:
             break
         # Some mark their header, which the verifier is given.
-        asked = opening(full, Before(turns[:i], floor), template)
+        asked = opening(full, Before(turns[:i], floor, turns[i:]), template)
         if asked is not None and start < asked <= at:
             start = asked
         stop = at if turns[i].calls else turn_end(full, at, end_of_turn, template)
