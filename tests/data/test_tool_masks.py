@@ -245,10 +245,11 @@ def test_a_thought_that_quotes_the_call_does_not_end_its_answer(with_template):
 
 
 def test_the_same_thought_and_call_in_a_later_turn_is_not_the_earlier_answer(with_template):
-    thoughtful = replace(C, reasoning="look")
+    look = "look " * 60  # so long that the later one is looked at too
+    thoughtful = replace(C, reasoning=look)
     talk = Conversation("x", (U, thoughtful, R, U, thoughtful, R, A), tools=TOOLS)
     called = '<tool_call>\n{"name": "rain", "arguments": {"town": "Ulm", "days": 2}}\n</tool_call>'
-    thought = "<think>\nlook\n</think>\n\n"
+    thought = f"<think>\n{look}\n</think>\n\n"
     spans = supervised(marked(talk, with_template(SPARE)))
     assert spans[:2] == [f"{called}<|im_end|>", f"{thought}{called}<|im_end|>"]
     assert len(spans) == 3
