@@ -24,10 +24,10 @@ TOO_LONG = "row longer than 256 MiB"
 CUT_ARRAY = "array cut off or broken: all that follows is lost"
 CUT_STREAM = "compressed file cut off or damaged: all that follows is lost"
 NOT_BLANK = re.compile(rb"[^ \t\r\n]")
-# Up to the quote that closes a string, or no further than the text goes.
-STRING_END = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-# Whole strings and what stands between them: up to a bracket, an open string, or the end.
-NO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"' + STRING_END.pattern + rb'")*+', re.DOTALL)
+# Towards the quote that closes a string: a thousand escapes at a time, for each takes memory. (No
+# possessive quantifiers: Python 3.11.2, which Debian 12 has, matches wrongly with them.)
+STRING_PART = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,1000}', re.DOTALL)
+BRACKET = re.compile(rb'["\[\]{}]')
 SCALAR_END = re.compile(rb'["\[\]{},]')
 
 
@@ -252,20 +252,15 @@ class Cursor:
     def skip_brackets(self) -> None:
         """Move behind the bracket that closes the one here."""
         depth = 0
-        while True:
-            skipped = NO_BRACKET.match(self.text, self.at)
-            assert skipped  # it matches nothing as well
-            self.at = skipped.end()
-            found = self.text[self.at : self.at + 1]
+        while found := self.find(BRACKET):
             if found == b'"':
                 self.skip_string()
-            elif found:
-                self.at += 1
-                depth += 1 if found in b"{[" else -1
-                if not depth:
-                    return
-            elif not self.more():
-                raise ValueError("a bracket without end")
+                continue
+            self.at += 1
+            depth += 1 if found in b"{[" else -1
+            if not depth:
+                return
+        raise ValueError("a bracket without end")
 
     def skip_scalar(self) -> None:
         """Move behind the number, word or string here."""
@@ -278,11 +273,12 @@ class Cursor:
         """Move behind the string that starts here."""
         self.at += 1
         while True:
-            end = STRING_END.match(self.text, self.at)
-            assert end  # it matches nothing as well
-            self.at = end.end()
+            part = STRING_PART.match(self.text, self.at)
+            assert part  # it matches nothing as well
+            self.at = part.end()
             if self.text[self.at : self.at + 1] == b'"':
                 self.at += 1
                 return
-            if not self.more():
+            whole = len(self.text) > self.at + 1  # an escape of which both bytes are there
+            if not whole and not self.more():
                 raise ValueError("a string without end")

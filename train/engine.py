@@ -20,7 +20,6 @@ from data.records import TTTBatch
 from train.ttt import TrainingTimeTest, TTTOutput
 
 TAG = "engine"  # name of DeepSpeed's folder inside a checkpoint
-STATE_CLASSES = [LossScaler, ZeroStageEnum, fragment_address]  # in its files, beside plain values
 WAY_OUT = "delete its checkpoint folder, and the run goes on from the one before"
 
 
@@ -172,6 +171,17 @@ class Engine:
         path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
         if path is None:
             raise ConfigError(f"{folder}: holds no whole engine state; {WAY_OUT}")
+
+
+def enum_member(kind: type, name: str) -> ZeroStageEnum:
+    """How Python before 3.11.4 pickles an enum's member: as getattr(class, name)."""
+    if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise UnpicklingError("GLOBAL getattr of something else than a ZeRO stage")
+    return ZeroStageEnum[name]
+
+
+# What is in DeepSpeed's files beside plain values.
+STATE_CLASSES = [LossScaler, ZeroStageEnum, fragment_address, (enum_member, "builtins.getattr")]
 
 
 def read_weights(path: str, map_location: Any = None) -> Any:

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from conf.schema import ConfigError
+from train.engine import LossScaler, ZeroStageEnum, read_weights
 
 RUN = Path(__file__).with_name("engine_run.py")
 GOLDEN = Path(__file__).parents[1] / "golden" / "loss.json"
@@ -131,3 +135,22 @@ def test_a_checkpoint_cannot_run_code(alone: dict, job: str):
     for case, said in tampered["said"].items():
         assert tricks[case.split()[1]] in said and "_states.pt" in said and "\n" not in said
         assert "delete" in said
+
+
+def test_what_old_pythons_pickle_of_a_zero_stage_is_read_and_no_other_attribute(tmp_path: Path):
+    """Python before 3.11.4 pickles an enum's member as getattr(class, name)."""
+
+    class Attribute:
+        def __init__(self, owner: type, name: str):
+            self.words = (owner, name)
+
+        def __reduce__(self) -> tuple:
+            return getattr, self.words
+
+    path = tmp_path / "state.pt"
+    torch.save({"stage": Attribute(ZeroStageEnum, "weights")}, path)
+    assert read_weights(str(path))["stage"] is ZeroStageEnum.weights
+    for owner, name in ((ZeroStageEnum, "mro"), (LossScaler, "__init__"), (torch.Tensor, "numpy")):
+        torch.save({"stage": Attribute(owner, name)}, path)
+        with pytest.raises(ConfigError, match=r"was refused|cannot be read"):
+            read_weights(str(path))
