@@ -1,8 +1,28 @@
 """Every knob of Eyrie, once: its type, its default, and what it means."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
+
+from conf.choices import (
+    AnswerBackend,
+    Attention,
+    CaptureMode,
+    Device,
+    DraftAttentionKind,
+    EvalRule,
+    ExportFormat,
+    HeadInit,
+    LossKind,
+    MissingStates,
+    Normalise,
+    Precision,
+    Stage,
+    StateBackend,
+    StateDtype,
+    StepKind,
+    Supervise,
+    Verify,
+)
 
 MISSING: Any = "???"  # what OmegaConf reads as "must be given"; the schema needs no library
 HUB = "hub:"  # opens the name of a hub data set among paths
@@ -17,98 +37,6 @@ class ConfigError(ValueError):
 
 class JobError(RuntimeError):
     """What stopped a job whose settings were in order. The message names it and the way out."""
-
-
-class Stage(Enum):
-    prepare = "prepare"
-    capture = "capture"
-    train = "train"
-    eval = "eval"
-    export = "export"
-
-
-class Precision(Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class StateDtype(Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    fp8 = "float8_e4m3fn"  # half the bytes; a scale a row and state
-
-
-class CaptureMode(Enum):
-    cache = "cache"  # write the states once, read them every epoch
-    online = "online"  # compute them when a step needs them, and write nothing
-
-
-class Verify(Enum):
-    sampled = "sampled"  # every shard's index, and some samples of the cache
-    full = "full"  # every byte
-
-
-class Device(Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Attention(Enum):
-    sdpa = "sdpa"
-    eager = "eager"
-    flash_attention_2 = "flash_attention_2"  # needs flash-attn and CUDA; for capture alone
-
-
-class StateBackend(Enum):
-    transformers = "transformers"  # the whole verifier in memory, of one rank or of all together
-    layers = "layers"  # one decoder layer in memory at a time
-    vllm = "vllm"  # an installed vLLM computes them; needs a GPU
-    dumped = "dumped"  # another program computed them: its files
-
-
-class MissingStates(Enum):
-    refuse = "refuse"  # stop, and name them
-    compute = "compute"  # let the verifier compute them, one layer in memory at a time
-
-
-class AnswerBackend(Enum):
-    builtin = "builtin"  # the verifier runs in this process
-    openai = "openai"  # a server that speaks OpenAI's protocol answers: vLLM, SGLang
-
-
-class DraftAttentionKind(Enum):
-    auto = "auto"  # the fastest that runs on the machine
-    flash_attn = "flash_attn"  # needs flash-attn and CUDA
-    torch_flash = "torch_flash"  # PyTorch's own flash kernel, on CUDA and CPU
-    plain = "plain"  # explicit scores, memory quadratic in the length
-
-
-class HeadInit(Enum):
-    verifier = "verifier"  # start from the verifier's rows, then train
-    frozen = "frozen"  # the verifier's rows, never trained
-    random = "random"
-
-
-class Supervise(Enum):
-    span = "span"  # a chain lives inside one answer
-    any = "any"  # every row whose label is supervised (the official rule)
-
-
-class LossKind(Enum):
-    kl = "kl"
-    ce = "ce"
-    tv = "tv"
-    lk = "lk"
-
-
-class Normalise(Enum):
-    token = "token"  # every supervised token weighs the same
-    sequence = "sequence"  # every sample weighs the same
-
-
-class ExportFormat(Enum):
-    vllm = "vllm"
 
 
 @dataclass
@@ -261,15 +189,29 @@ class LogSection:
 class EvalSection:
     prompts: list[str] = field(
         default_factory=list
-    )  # prompt files; a task name a line is reported on its own
+    )  # prompt files; a task name a line is reported on its own; gsm8k:FILE for a named set
     max_prompts: int | None = None  # for counters and losslessness; null: all
     speed_prompts: int = 12  # for the speed measurement
     max_new_tokens: int = 64
+    stop: list[str] = field(
+        default_factory=list
+    )  # an answer ends with the token that completes one
     n_draft: int = 4  # draft tokens a round, for counters and losslessness
     n_sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])  # chain lengths timed
+    trees: list[str] = field(default_factory=list)  # timed too, as 2x2x2; conf/shapes.py has all
     valid_depth: int = 5  # draft tokens a round of the held-out acceptance during training
+    batch: int = 1  # sequences side by side, for counters and losslessness
+    batch_sizes: list[int] = field(default_factory=lambda: [1])  # of the speed measurement
+    repeats: int = 1  # times every method answers every timed prompt; the median counts
     speed_dtype: Precision = Precision.bfloat16
+    step: StepKind = StepKind.auto  # how the verifier's steps run, with and without the draft
+    assistant: str | None = None  # folder of a small model, for the library's assisted generation
     temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # keep so many of the likeliest tokens; 0: all
+    top_p: float = 1.0  # keep the fewest likeliest tokens that hold this mass
+    min_p: float = 0.0  # keep tokens at least so likely, relative to the likeliest
+    rule: EvalRule = EvalRule.auto
+    temperatures: list[float] = field(default_factory=list)  # acceptance is measured there, too
     bootstrap: int = 2000  # resamples behind an interval
 
 

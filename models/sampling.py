@@ -1,6 +1,8 @@
 """From logits to the distribution that is sampled, and draws from it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +79,42 @@ def _up_to(values: Tensor, mass: float) -> Tensor:
     """Zero those of descending ``values`` before which ``mass`` is already reached."""
     before = values.cumsum(dim=-1) - values
     return values.masked_fill(before >= mass, 0.0)
+
+
+class Dice(Protocol):
+    """Random numbers for sequences with leading dimensions [...]."""
+
+    def roll(self, *shape: int) -> Tensor:
+        """fp64 in [0, 1), [..., *shape]: 53 random bits, so that rare tokens stay as rare."""
+        ...
+
+
+class SharedDice:
+    """One generator for all sequences: for many that are alike."""
+
+    def __init__(self, seed: int, *leading: int):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.leading = leading
+
+    def roll(self, *shape: int) -> Tensor:
+        size = (*self.leading, *shape)
+        return torch.rand(size, generator=self.generator, dtype=torch.float64)
+
+
+class OwnDice:
+    """A generator a sequence: its numbers do not depend on what else is in the batch."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.device = device
+
+    def roll(self, *shape: int) -> Tensor:
+        rolls = [torch.rand(shape, generator=g, dtype=torch.float64) for g in self.generators]
+        return torch.stack(rolls).to(self.device)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with sequences ``rows``, in that order."""
+        self.generators = [self.generators[row] for row in rows]
 
 
 def draw(probs: Tensor, generator: torch.Generator) -> Tensor:

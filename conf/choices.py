@@ -1,0 +1,108 @@
+"""What a person can choose among: the enumerations of the knobs."""
+
+from enum import Enum
+
+
+class Stage(Enum):
+    prepare = "prepare"
+    capture = "capture"
+    train = "train"
+    eval = "eval"
+    export = "export"
+
+
+class Precision(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class StateDtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    fp8 = "float8_e4m3fn"  # half the bytes; a scale a row and state
+
+
+class CaptureMode(Enum):
+    cache = "cache"  # write the states once, read them every epoch
+    online = "online"  # compute them when a step needs them, and write nothing
+
+
+class Verify(Enum):
+    sampled = "sampled"  # every shard's index, and some samples of the cache
+    full = "full"  # every byte
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Attention(Enum):
+    sdpa = "sdpa"
+    eager = "eager"
+    flash_attention_2 = "flash_attention_2"  # needs flash-attn and CUDA; for capture alone
+
+
+class StateBackend(Enum):
+    transformers = "transformers"  # the whole verifier in memory, of one rank or of all together
+    layers = "layers"  # one decoder layer in memory at a time
+    vllm = "vllm"  # an installed vLLM computes them; needs a GPU
+    dumped = "dumped"  # another program computed them: its files
+
+
+class MissingStates(Enum):
+    refuse = "refuse"  # stop, and name them
+    compute = "compute"  # let the verifier compute them, one layer in memory at a time
+
+
+class AnswerBackend(Enum):
+    builtin = "builtin"  # the verifier runs in this process
+    openai = "openai"  # a server that speaks OpenAI's protocol answers: vLLM, SGLang
+
+
+class DraftAttentionKind(Enum):
+    auto = "auto"  # the fastest that runs on the machine
+    flash_attn = "flash_attn"  # needs flash-attn and CUDA
+    torch_flash = "torch_flash"  # PyTorch's own flash kernel, on CUDA and CPU
+    plain = "plain"  # explicit scores, memory quadratic in the length
+
+
+class HeadInit(Enum):
+    verifier = "verifier"  # start from the verifier's rows, then train
+    frozen = "frozen"  # the verifier's rows, never trained
+    random = "random"
+
+
+class Supervise(Enum):
+    span = "span"  # a chain lives inside one answer
+    any = "any"  # every row whose label is supervised (the official rule)
+
+
+class LossKind(Enum):
+    kl = "kl"
+    ce = "ce"
+    tv = "tv"
+    lk = "lk"
+
+
+class Normalise(Enum):
+    token = "token"  # every supervised token weighs the same
+    sequence = "sequence"  # every sample weighs the same
+
+
+class EvalRule(Enum):
+    auto = "auto"  # greedy at temperature 0; else rejection, or argmax_draft for a dynamic tree
+    argmax_draft = "argmax_draft"  # the draft's likeliest tokens, with their target probability
+    rejection = "rejection"  # draws of the draft, by the ratio of the probabilities
+
+
+class StepKind(Enum):
+    auto = "auto"  # the fastest of those that run on the device; on a CPU eager alone
+    eager = "eager"
+    compiled = "compiled"  # torch.compile; on a CPU it needs a C++ compiler, and minutes
+    graphed = "graphed"  # CUDA graphs
+
+
+class ExportFormat(Enum):
+    vllm = "vllm"
