@@ -10,6 +10,7 @@ A guess is a node; node 0 is the root, the token emitted last. Parents come befo
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,11 +35,7 @@ class StaticShape:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of each guess: 1 continues the root."""
-        found: list[int] = []
-        for parent in self.parents:
-            found.append(1 if parent == 0 else found[parent - 1] + 1)
-        return tuple(found)
+        return depths_of(self.parents)
 
     @property
     def depth(self) -> int:
@@ -47,6 +44,14 @@ class StaticShape:
     @property
     def is_chain(self) -> bool:
         return self.depth == self.nodes
+
+
+def depths_of(parents: Sequence[int]) -> tuple[int, ...]:
+    """Of each guess, from the node it continues: 1 continues the root."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(1 if parent == 0 else found[parent - 1] + 1)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

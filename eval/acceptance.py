@@ -6,7 +6,7 @@ the verifier's own included = 1 + sum of survival. Counts are taken before the c
 sequence or length. A ratio of nothing (0 rounds, a depth never reached) is NaN.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from conf.schema import ConfigError
-from eval.decode import Round
+from eval.generation import Round
 
 COVERAGE = 0.95  # of an interval
+RANKS = 10  # of the draft's guesses that are told apart
 
 
 @dataclass(frozen=True)
@@ -24,27 +25,27 @@ class Counters:
     """Plain sums: counters of prompts, tasks and ranks add up."""
 
     rounds: int = 0
-    drafted: int = 0  # guesses proposed
-    tested: int = 0  # guesses up to and including the first miss
-    accepted_by_depth: list[int] = field(default_factory=list)  # rounds that accepted guess k
-    reached_by_depth: list[int] = field(default_factory=list)  # rounds that tested guess k
+    drafted: int = 0  # guesses proposed, all nodes of a tree
+    tested: int = 0  # levels up to and including the first at which no guess stood
+    accepted_by_depth: list[int] = field(default_factory=list)  # rounds that accepted level k
+    reached_by_depth: list[int] = field(default_factory=list)  # rounds that tested level k
     tokens: int = 0  # emitted after the cut, the prefill's token included
 
     @classmethod
     def of(cls, rounds: Sequence[Round], tokens: int, n_draft: int) -> "Counters":
-        """Count ``rounds`` of one sequence that emitted ``tokens`` in all."""
-        proposed = [len(one.proposed) for one in rounds]
-        return cls.of_counts([one.accepted for one in rounds], proposed, tokens, n_draft)
+        """Count ``rounds``, ``n_draft`` levels deep, of one sequence that emitted ``tokens``."""
+        accepted = [sum(one.accepted > k for one in rounds) for k in range(n_draft)]
+        reached = [sum(one.tested > k for one in rounds) for k in range(n_draft)]
+        drafted = sum(len(one.proposed) for one in rounds)
+        return cls(len(rounds), drafted, sum(reached), accepted, reached, tokens)
 
     @classmethod
-    def of_counts(
-        cls, accepted: list[int], proposed: list[int], tokens: int, n_draft: int
-    ) -> "Counters":
-        """The same from the numbers accepted and proposed in each round."""
-        pairs = list(zip(accepted, proposed, strict=True))
-        by_depth = [sum(a > k for a in accepted) for k in range(n_draft)]
-        reached = [sum(a >= k and p > k for a, p in pairs) for k in range(n_draft)]
-        return cls(len(accepted), sum(proposed), sum(reached), by_depth, reached, tokens)
+    def of_chains(cls, accepted: list[int], tokens: int, n_draft: int) -> "Counters":
+        """The same from the number accepted in each round of a chain of ``n_draft`` guesses."""
+        by_depth = [sum(n > k for n in accepted) for k in range(n_draft)]
+        reached = [sum(n >= k for n in accepted) for k in range(n_draft)]
+        drafted = n_draft * len(accepted)
+        return cls(len(accepted), drafted, sum(reached), by_depth, reached, tokens)
 
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(
@@ -76,6 +77,34 @@ class Counters:
     @property
     def tau(self) -> float:
         return ratio(self.rounds + self.accepted, self.rounds)
+
+
+@dataclass(frozen=True)
+class RankHits:
+    """Which of the draft's guesses the verifier's greedy token was: what a tree would catch.
+
+    Counted along the path of likeliest guesses: depth k counts where the k guesses before stood.
+    """
+
+    reached: list[int]  # by depth
+    hits: list[list[int]]  # [depth][rank], rank 0 is the draft's likeliest token
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[int]], n_draft: int) -> "RankHits":
+        """From the ranks at each tested depth of each round; -1 is none of the first RANKS."""
+        reached = [0] * n_draft
+        hits = [[0] * RANKS for _ in range(n_draft)]
+        for one_round in ranks:
+            for depth, rank in enumerate(one_round):
+                reached[depth] += 1
+                if rank >= 0:
+                    hits[depth][rank] += 1
+        return cls(reached, hits)
+
+    @property
+    def rates(self) -> list[list[float]]:
+        pairs = zip(self.hits, self.reached, strict=True)
+        return [[ratio(hit, reached) for hit in hits] for hits, reached in pairs]
 
 
 def ratio(part: int, whole: int) -> float:
@@ -185,62 +214,4 @@ def walk(hits: Sequence[int], first_row: int, end_row: int, n_draft: int) -> Cou
     while row < end_row:
         accepted.append(min(hits[row], n_draft))
         row += accepted[-1] + 1
-    proposed = [n_draft] * len(accepted)
-    return Counters.of_counts(accepted, proposed, max(0, end_row - first_row + 1), n_draft)
-
-
-class NgramTable:
-    """A back-off n-gram table over token ids: the floor that a trained head must clear.
-
-    It guesses the most frequent successor of the longest context it has seen, up to ``order`` - 1
-    tokens; of equally frequent ones the smallest id.
-    """
-
-    def __init__(self, order: int = 4):
-        self.order = order
-        self._best: dict[tuple[int, ...], int] = {}
-
-    def fit(self, texts: Iterable[list[int]]) -> "NgramTable":
-        """Count the successors in ``texts``; contexts do not cross from one to the next.
-
-        Raises ConfigError when there is none.
-        """
-        counts: dict[tuple[int, ...], dict[int, int]] = {}
-        for text in texts:
-            for i, token in enumerate(text):
-                for size in range(min(i, self.order - 1) + 1):
-                    successors = counts.setdefault(tuple(text[i - size : i]), {})
-                    successors[token] = successors.get(token, 0) + 1
-        if not counts:
-            raise ConfigError(
-                "data.path: no training answer has a token for the n-gram table; give more data or "
-                "hold out less with data.valid_share"
-            )
-        self._best = {
-            context: min(successors, key=lambda token: (-successors[token], token))
-            for context, successors in counts.items()
-        }
-        return self
-
-    def guess(self, context: Sequence[int]) -> int:
-        """The next token after ``context``, by the longest known ending of it."""
-        assert self._best, "fit comes before guess"
-        ending = tuple(context[-(self.order - 1) :]) if self.order > 1 else ()
-        while ending not in self._best:
-            ending = ending[1:]
-        return self._best[ending]
-
-    def hits(self, text: Sequence[int], row: int, n_draft: int) -> int:
-        """How many of ``n_draft`` guesses after x[row+1] are right, each on top of its own."""
-        for k in range(n_draft):
-            at = row + 2 + k
-            # As long as every guess was right, the guesses and the text are the same context.
-            if at >= len(text) or self.guess(text[max(0, at - self.order) : at]) != text[at]:
-                return k
-        return n_draft
-
-    def walk(self, text: Sequence[int], first_row: int, end_row: int, n_draft: int) -> Counters:
-        """``walk`` with this table as the draft; ``text`` may reach past the answer."""
-        rows = range(first_row, max(first_row, end_row))
-        hits = [self.hits(text, row, n_draft) for row in rows]
-        return walk([0] * first_row + hits, first_row, end_row, n_draft)
+    return Counters.of_chains(accepted, max(0, end_row - first_row + 1), n_draft)

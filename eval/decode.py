@@ -1,251 +1,234 @@
-"""The built-in decoding loop: plain, and speculative with a chain of draft tokens, one sequence.
+"""The built-in decoding loop: a batch of sequences, with a draft's guesses or without.
 
-The two loops share model, cache and the way a token is chosen, so that their times can be
-compared. Prefill ends with the first token; the draft runs its prompt rows in it too, but for the
-last, which pairs with that token and belongs to the first round.
+With and without a draft it is the same loop over the same model and cache, and tokens are chosen
+the same way, so that times can be compared. Prefill ends with the first token; the draft runs its
+prompt rows in it too, but for the last, which pairs with that token and belongs to the first round.
 """
 
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from conf.schema import ConfigError
-from eval.rounds import RoundPlan, judge_proposal, propose
-from eval.sides import DraftDecoder, TargetDecoder, check_pair
-from eval.verify import AcceptRule
+from conf.shapes import Shape
+from eval.batch import Batch, choose, now
+from eval.generation import Decoded, Generation, Times
+from eval.output import Ends, StopStrings
+from eval.propose import Proposal, propose
+from eval.round_log import Guesses, RoundLog
+from eval.round_plan import RoundPlan
+from eval.rounds import Outcome, judge_proposal
+from eval.sides import DraftDecoder, check_pair
+from eval.verify import AcceptRule, Verdict
+from models.branches import Branches
 from models.eagle3 import Eagle3Draft
-from models.sampling import Sampling, draw, probabilities
+from models.sampling import OwnDice, Sampling
 from models.verifier import Verifier
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    n_draft: int  # guesses a round, 0: plain decoding
     max_new_tokens: int
-    eos_ids: list[int]
+    eos_ids: Sequence[int]
+    shape: Shape | None = None  # of the guesses of a round; None: plain decoding
+    stop: StopStrings | None = None
     sampling: Sampling = field(default_factory=Sampling)
     rule: AcceptRule = AcceptRule.greedy
-    seed: int = 0
-    measure_overlap: bool = False  # also sum min(target, draft): slower, so not in timed runs
+    seed: int = 0  # of the first sequence; the next ones count up
+    measure_overlap: bool = False  # also overlap and ranks: slower, so not in timed runs
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a count out of range or a rule that does not fit the sampling."""
-        if self.n_draft < 0:
-            raise ConfigError(f"n_draft={self.n_draft}: must be 0 or more; 0 is plain decoding")
+        """Raises ConfigError for a length out of range or a rule that does not fit the sampling."""
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens}: must be 1 or more; try 64")
-        if self.n_draft:
-            _ = self.plan
+        if self.shape is not None:
+            self.plan.check(self.shape)
 
     @property
     def plan(self) -> RoundPlan:
         return RoundPlan(self.rule, self.sampling, self.measure_overlap)
 
-
-@dataclass(frozen=True)
-class Round:
-    """One verifier forward over guesses, before any cut at end of sequence or length."""
-
-    proposed: list[int]
-    accepted: int  # leading guesses that stood
-
-
-@dataclass(frozen=True)
-class Generation:
-    tokens: list[int]  # emitted, the end-of-sequence token included
-    rounds: list[Round]  # empty for plain decoding; steps without guesses are not rounds
-    tail: list[int]  # greedy tokens after the end, never emitted
-    prefill_seconds: float  # both models over the prompt, up to the first token
-    decode_seconds: float  # everything after, the tail apart
-    draft_seconds: float  # part of decode_seconds: the draft's forwards
-    verify_seconds: float  # part of decode_seconds: the verifier's, with judging
-    overlap: list[float]  # sum of min(target, draft) at each tested guess, if asked for
+    @property
+    def ends(self) -> Ends:
+        return Ends(self.max_new_tokens, frozenset(self.eos_ids), self.stop)
 
 
 @torch.inference_mode()
-def decode_plain(
-    verifier: Verifier, prompt_ids: list[int], settings: DecodeSettings, tail: int = 0
-) -> Generation:
-    """One token a verifier forward. ``tail`` greedy tokens past the end are recorded besides."""
-    device = verifier.device
-    begin = now(device)
-    output = Output(verifier, prompt_ids, settings)
-    capacity = min(output.capacity + tail, verifier.facts.max_positions)
-    target = TargetDecoder(verifier, capacity)
-    generator = torch.Generator().manual_seed(settings.seed)
-    logits = target.prefill(torch.tensor([prompt_ids], device=device))
-    target.root = choose(logits, settings.sampling, generator)
-    output.emit(target.root[0].tolist())
-    prefilled = now(device)
-    while not output.ended:
-        target.root = choose(target.step(), settings.sampling, generator)
-        output.emit(target.root[0].tolist())
-    done = now(device)
-    extra: list[int] = []
-    for _ in range(min(tail, verifier.facts.max_positions - output.length)):
-        target.root = target.step().argmax(-1, keepdim=True)
-        extra.append(int(target.root))
-    return Generation(output.tokens, [], extra, prefilled - begin, done - prefilled, 0.0, 0.0, [])
+def decode(
+    verifier: Verifier,
+    draft: Eagle3Draft | None,
+    prompts: Sequence[list[int]],
+    settings: DecodeSettings,
+    seeds: Sequence[int] | None = None,
+    tail: int = 0,
+) -> Decoded:
+    """Answer ``prompts`` (token ids) side by side; finished sequences leave the batch.
 
-
-@torch.inference_mode()
-def decode_speculative(
-    verifier: Verifier, draft: Eagle3Draft, prompt_ids: list[int], settings: DecodeSettings
-) -> Generation:
-    """Rounds of ``settings.n_draft`` guesses; the same tokens, or distribution, as decode_plain.
-
-    Near a position limit a round makes fewer guesses; where none are left to make, the verifier
-    goes on alone, and those steps are not rounds. Raises ConfigError for a prompt that leaves no
-    position and for a draft that was trained on other states.
+    What a sequence gets does not depend on the others. With a draft, ``settings.shape`` of guesses
+    a round: the same tokens, or the same distribution, as without. Near a position limit fewer
+    guesses may stand; where none may, the verifier goes on alone, and those steps are not rounds.
+    Without a draft, ``tail`` greedy tokens past each end are recorded besides. Raises ConfigError
+    for a prompt that leaves no position, and for a draft that was trained on other states.
     """
-    if settings.n_draft == 0:
-        return decode_plain(verifier, prompt_ids, settings)
-    device = verifier.device
-    begin = now(device)
-    run = Speculation(verifier, draft, prompt_ids, settings)
-    run.prefill(torch.tensor([prompt_ids], device=device))
-    prefilled = now(device)
-    while not run.output.ended:
-        count = run.room()
-        if count:
-            run.play_round(count)
-        else:
-            run.play_plain_step()
-    done = now(device)
-    return Generation(
-        tokens=run.output.tokens,
-        rounds=run.rounds,
-        tail=[],
-        prefill_seconds=prefilled - begin,
-        decode_seconds=done - prefilled,
-        draft_seconds=run.draft_seconds,
-        verify_seconds=run.verify_seconds,
-        overlap=run.overlap,
-    )
+    guesses = settings.shape.nodes if draft is not None and settings.shape else 0
+    batch = Batch(verifier, prompts, settings.ends, guesses, tail)
+    own = seeds if seeds is not None else range(settings.seed, settings.seed + len(prompts))
+    if draft is not None and settings.shape is not None:
+        check_pair(verifier, draft)
+        return Speculation(batch, draft, settings, own).run()
+    dice = OwnDice(own, batch.device)
+    batch.prefill(settings.sampling, dice)
+    prefilled = batch.seconds
+    while (kept := batch.leave()) is None or kept:
+        if kept:
+            dice.keep(kept)
+        batch.step(settings.sampling, dice)
+    return decoded(batch, [RoundLog() for _ in prompts], Times(prefilled, 0.0, 0.0, 0.0))
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """[1, V] -> the next token [1, 1]."""
-    if sampling.greedy:
-        return logits.argmax(-1, keepdim=True)
-    return draw(probabilities(logits, sampling), generator)[:, None]
-
-
-def now(device: torch.device) -> float:
-    """Seconds, once the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()
-
-
-class Output:
-    """The emitted tokens and where they must end."""
-
-    def __init__(self, verifier: Verifier, prompt_ids: list[int], settings: DecodeSettings):
-        """Raises ConfigError when the prompt is empty or leaves no position for an answer."""
-        positions = verifier.facts.max_positions
-        if not 0 < len(prompt_ids) < positions:
-            raise ConfigError(
-                f"prompt of {len(prompt_ids)} tokens: must have 1 to {positions - 1}, one less "
-                "than the verifier has positions; shorten or drop it"
-            )
-        self.tokens: list[int] = []
-        self._prompt = len(prompt_ids)
-        self._limit = min(settings.max_new_tokens, positions - self._prompt)
-        self._eos = frozenset(settings.eos_ids)
-
-    @property
-    def length(self) -> int:
-        """Prompt and emitted tokens."""
-        return self._prompt + len(self.tokens)
-
-    @property
-    def capacity(self) -> int:
-        """The longest that ``length`` can get."""
-        return self._prompt + self._limit
-
-    @property
-    def ended(self) -> bool:
-        return len(self.tokens) == self._limit or self.tokens[-1] in self._eos
-
-    def emit(self, tokens: list[int]) -> None:
-        """Append up to the end of sequence or the length limit; the rest is cut."""
-        for token in tokens:
-            self.tokens.append(token)
-            if self.ended:
-                return
+def decoded(batch: Batch, logs: Sequence[RoundLog], times: Times) -> Decoded:
+    """``times``: all but that of decoding, which ends with the last emitted token."""
+    generations = [
+        Generation(output.tokens, log.rounds, output.tail, output.seconds, log.overlap, log.ranks)
+        for output, log in zip(batch.outputs, logs, strict=True)
+    ]
+    ended = max(output.seconds for output in batch.outputs)
+    spent = replace(times, decode=max(0.0, ended - times.prefill))
+    return Decoded(generations, spent, batch.steps)
 
 
 class Speculation:
-    """One sequence on its way: what is emitted, what the rounds were, what they cost."""
+    """A batch on its way by rounds: the draft guesses, the verifier judges."""
 
     def __init__(
-        self,
-        verifier: Verifier,
-        draft: Eagle3Draft,
-        prompt_ids: list[int],
-        settings: DecodeSettings,
+        self, batch: Batch, draft: Eagle3Draft, settings: DecodeSettings, seeds: Sequence[int]
     ):
-        check_pair(verifier, draft)
-        self.settings = settings
-        self.plan = settings.plan
-        self.device = verifier.device
-        self.output = Output(verifier, prompt_ids, settings)
-        self.last_position = verifier.facts.max_positions - 1
+        assert settings.shape is not None
+        self.batch, self.settings = batch, settings
+        self.plan, self.shape = settings.plan, settings.shape
+        self.target = batch.target
+        self.draft = DraftDecoder(draft, len(seeds), batch.capacity, batch.device)
+        self.last_position = batch.target.verifier.facts.max_positions - 1
         self.last_draft_position = draft.config.max_positions - 1
-        capacity = self.output.capacity + settings.n_draft
-        self.target = TargetDecoder(verifier, min(capacity, verifier.facts.max_positions))
-        self.draft = DraftDecoder(draft, min(capacity, draft.config.max_positions), verifier.device)
-        self.generator = torch.Generator().manual_seed(settings.seed)
-        self.rounds: list[Round] = []
-        self.overlap: list[float] = []
+        self.logs = [RoundLog() for _ in seeds]
+        self.dice = OwnDice(seeds, batch.device)
+        # Of steps without guesses, apart: how many numbers a round takes depends on its shape, and
+        # a sequence must not notice in which company its last steps are made.
+        self.plain_dice = OwnDice([seed + (1 << 32) for seed in seeds], batch.device)
         self.draft_seconds = self.verify_seconds = 0.0
 
-    def room(self) -> int:
-        """How many guesses this round may make: at most n_draft, and none past a position limit.
+    def run(self) -> Decoded:
+        self.prefill()
+        prefilled = self.batch.seconds
+        while self.batch.live:
+            self.advance()
+        times = Times(prefilled, 0.0, self.draft_seconds, self.verify_seconds)
+        return decoded(self.batch, self.logs, times)
+
+    def prefill(self) -> None:
+        """Both models over the prompts; the rows of the first tokens wait for the first round."""
+        batch = self.batch
+        batch.prefill(self.settings.sampling, self.dice)
+        if any(self.rooms()):
+            lengths = [len(ids) for ids in batch.prompts]
+            prompts, aux = batch.padded(), self.target.states.aux
+            if max(lengths) > 1:
+                self.draft.remember(prompts[:, 1:], aux[:, :-1], [n - 1 for n in lengths])
+            rows = torch.arange(len(lengths), device=batch.device)
+            ends = torch.tensor(lengths, device=batch.device) - 1
+            self.draft.feed(self.target.root, aux[rows, ends][:, None], [1] * len(lengths))
+        self.leave()
+
+    def rooms(self) -> list[int]:
+        """How many levels of guesses may stand in each sequence, by the position limits.
 
         With the root at L the verifier is fed up to L+N, the draft up to L-1+N-1.
         """
-        root = self.output.length - 1
-        within_verifier = self.last_position - root
-        within_draft = self.last_draft_position - root + 2
-        return max(0, min(self.settings.n_draft, within_verifier, within_draft))
+        roots = [output.length - 1 for output in self.batch.running]
+        most = self.shape.depth
+        return [
+            max(0, min(most, self.last_position - root, self.last_draft_position - root + 2))
+            for root in roots
+        ]
 
-    def prefill(self, prompt: Tensor) -> None:
-        """Both models over the prompt; the row of the first token waits for the first round."""
-        logits = self.target.prefill(prompt)
-        self.target.root = choose(logits, self.settings.sampling, self.generator)
-        self.output.emit(self.target.root[0].tolist())
-        if self.room():
-            aux = self.target.states.aux
-            if prompt.shape[1] > 1:
-                self.draft.remember(prompt[:, 1:], aux[:, :-1])
-            self.draft.feed(self.target.root, aux[:, -1:])
+    def advance(self) -> None:
+        """A round, or a plain step where no sequence has room for a guess."""
+        rooms = self.rooms()
+        if any(rooms):
+            self.play_round(rooms)
+        else:
+            self.batch.step(self.settings.sampling, self.plain_dice)
+        self.leave()
 
-    def play_round(self, count: int) -> None:
+    def play_round(self, rooms: list[int]) -> None:
         """Propose, verify, emit, and leave both caches at the committed text."""
-        plan = self.plan
-        begin = now(self.device)
-        proposal = propose(self.draft, count, plan, self.generator)
-        drafted = now(self.device)
-        logits = self.target.score(proposal.ids)
-        outcome = judge_proposal(proposal, logits, self.draft.target_ids, plan, self.generator)
-        *ids, accepted, token = torch.cat(
-            [proposal.ids[0], outcome.verdict.accepted, outcome.verdict.token]
-        ).tolist()  # the round's one wait for the device
-        self.verify_seconds += now(self.device) - drafted
+        batch = self.batch
+        begin = now(batch.device)
+        proposal = propose(self.draft, self.shape, self.plan, self.dice)
+        drafted = now(batch.device)
+        outcome = self.judge(proposal, rooms)
+        emitted = self.read(proposal, outcome, rooms)
+        self.verify_seconds += now(batch.device) - drafted
         self.draft_seconds += drafted - begin
-        self.rounds.append(Round(ids, accepted))
-        self.output.emit([*ids[:accepted], token])
-        self.target.root = outcome.verdict.token[:, None]
-        rows = torch.cat([proposal.ids[:, :accepted], self.target.root], -1)
-        self.draft.feed(rows, self.target.commit(accepted))
-        if outcome.overlap is not None:
-            self.overlap += outcome.overlap[0, : accepted + 1].tolist()
+        batch.steps += 1
+        batch.emit(emitted)
+        accepted = [len(tokens) - 1 for tokens in emitted]
+        verdict = outcome.verdict
+        aux = self.target.commit(verdict.path, accepted, self.shape.is_chain)
+        self.target.root = verdict.token[:, None]
+        self.draft.feed(committed(proposal, verdict, max(accepted)), aux, [n + 1 for n in accepted])
 
-    def play_plain_step(self) -> None:
-        """Past the draft's position limit the verifier goes on alone."""
-        self.target.root = choose(self.target.step(), self.settings.sampling, self.generator)
-        self.output.emit(self.target.root[0].tolist())
+    def judge(self, proposal: Proposal, rooms: list[int]) -> Outcome:
+        """The verifier over roots and guesses, and what stands of them."""
+        logits = self.target.score(proposal, self.branches(proposal))
+        short = min(rooms) < self.shape.depth
+        counts = torch.tensor(rooms, device=logits.device) if short else None
+        outcome = judge_proposal(
+            proposal, logits, self.draft.target_ids, self.plan, self.dice, counts
+        )
+        alone = [row for row, room in enumerate(rooms) if room == 0]
+        if alone:  # a plain step for these, in company
+            dice = self.plain_dice.only(alone)
+            outcome.verdict.token[alone] = choose(logits[alone, 0], self.settings.sampling, dice)
+        return outcome
+
+    def branches(self, proposal: Proposal) -> Branches | None:
+        """How this round's nodes hang together; None: a chain."""
+        if self.shape.is_chain:
+            return None
+        return Branches.of_parents(proposal.parents, self.shape.depth)
+
+    def read(self, proposal: Proposal, outcome: Outcome, rooms: list[int]) -> list[list[int]]:
+        """Note the round of each sequence; its new tokens. The round's one wait for the device."""
+        verdict, nodes = outcome.verdict, proposal.ids.shape[1]
+        own = verdict.accepted[:, None], verdict.token[:, None]
+        rows = torch.cat([*own, proposal.ids, proposal.parents, verdict.path], -1).tolist()
+        emitted: list[list[int]] = []
+        for row, i, room, (accepted, token, *rest) in zip(
+            range(len(rows)), self.batch.live, rooms, rows, strict=True
+        ):
+            ids, parents, path = rest[:nodes], rest[nodes : 2 * nodes], rest[2 * nodes :][:accepted]
+            emitted.append([*(ids[node - 1] for node in path), token])
+            if room:
+                self.logs[i].note(Guesses.of(ids, parents), path, room)
+                if outcome.overlap is not None and outcome.ranks is not None:
+                    measured = outcome.overlap[row].tolist(), outcome.ranks[row].tolist()
+                    self.logs[i].note_measured(*measured)
+        return emitted
+
+    def leave(self) -> None:
+        """Let complete sequences go from all that is kept a sequence."""
+        order = self.batch.leave()
+        if order:
+            self.dice.keep(order)
+            self.plain_dice.keep(order)
+            self.draft.keep(order)
+
+
+def committed(proposal: Proposal, verdict: Verdict, longest: int) -> Tensor:
+    """[B, longest + 1]: the guesses that stood, then the verifier's token, then junk."""
+    nodes = (verdict.path[:, :longest] - 1).clamp(min=0)
+    tokens = torch.cat([proposal.ids.gather(1, nodes), verdict.token[:, None]], -1)
+    return tokens.scatter(1, verdict.accepted[:, None], verdict.token[:, None])

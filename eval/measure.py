@@ -10,9 +10,11 @@ from data.dialects import RowRefused
 from data.eval_prompts import EvalPrompt
 from data.records import TokenizedSample, Turn
 from data.template import encode_prompt
-from eval.acceptance import Counters, NgramTable, total
-from eval.decode import DecodeSettings, Generation, Round, decode_plain, decode_speculative
+from eval.acceptance import Counters, RankHits, total
+from eval.decode import DecodeSettings, decode
+from eval.generation import Generation, Round
 from eval.lossless import Difference, compare
+from eval.ngram import NgramTable
 from models.eagle3 import Eagle3Draft
 from models.verifier import Verifier
 
@@ -24,7 +26,7 @@ class Answer:
     """One user turn, answered twice."""
 
     prompt_ids: list[int]
-    plain: Generation  # its tail reaches n_draft tokens past the end
+    plain: Generation  # its tail reaches as far past the end as a round can guess
     speculative: Generation
     difference: Difference | None = None  # of greedy answers
 
@@ -67,59 +69,89 @@ class ExactRuns:
         return [one for one in self.runs if one.prompt.seen is False]
 
 
+@dataclass(frozen=True)
+class Asking:
+    """How prompts become token ids, and how many are answered side by side."""
+
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    batch: int = 1
+
+
 def run_exact(
     verifier: Verifier,
     draft: Eagle3Draft,
     prompts: Sequence[EvalPrompt],
     settings: DecodeSettings,
-    template_kwargs: dict[str, Any],
+    asking: Asking,
 ) -> ExactRuns:
     """Answer every user turn of every prompt; each conversation has its own random numbers."""
-    runs: list[PromptRuns] = []
+    talks = [
+        Talk(prompt, settings.seed + i, [], list(prompt.turns)) for i, prompt in enumerate(prompts)
+    ]
+    groups = [talks[i : i + asking.batch] for i in range(0, len(talks), asking.batch)]
+    for group in progress(groups, len(groups), "acceptance", "batch"):
+        while asked := [talk for talk in group if talk.ask(verifier, asking.template_kwargs)]:
+            answer_together(verifier, draft, asked, settings)
     skipped: dict[str, int] = {}
-    for i, prompt in enumerate(progress(prompts, len(prompts), "acceptance", "prompt")):
-        own = replace(settings, seed=settings.seed + i)
-        one = answer_turns(verifier, draft, prompt, own, template_kwargs)
+    runs = [PromptRuns(talk.prompt, talk.answers, talk.stopped) for talk in talks]
+    for one in runs:
         if one.stopped:
             skipped[one.stopped] = skipped.get(one.stopped, 0) + one.unanswered
-        if one.answers:
-            runs.append(one)
-    return ExactRuns(runs, skipped)
+    return ExactRuns([one for one in runs if one.answers], skipped)
 
 
-def answer_turns(
-    verifier: Verifier,
-    draft: Eagle3Draft,
-    prompt: EvalPrompt,
-    settings: DecodeSettings,
-    template_kwargs: dict[str, Any],
-) -> PromptRuns:
-    """Later turns follow the verifier's own plain answers to the earlier ones.
+@dataclass
+class Talk:
+    """A conversation on its way: later turns follow the verifier's own plain answers."""
 
-    A turn that the template refuses, or that leaves no position to answer in, is the end.
-    """
-    answers: list[Answer] = []
-    history: list[Turn] = []
-    for turn in prompt.turns:
-        history.append(turn)
-        if turn.role != "user":
-            continue
+    prompt: EvalPrompt
+    seed: int
+    history: list[Turn]
+    to_come: list[Turn]
+    answers: list[Answer] = field(default_factory=list)
+    stopped: str | None = None
+    asked: list[int] = field(default_factory=list)  # token ids up to the answer to come
+
+    def ask(self, verifier: Verifier, template_kwargs: dict[str, Any]) -> bool:
+        """Go on to the next user turn, if there is one to answer.
+
+        A turn that the template refuses, or that leaves no position to answer in, is the end.
+        """
+        if self.stopped:
+            return False
+        while self.to_come:
+            self.history.append(self.to_come.pop(0))
+            if self.history[-1].role == "user":
+                break
+        else:
+            return False
         try:
-            ids = encode_prompt(history, verifier.tokenizer, template_kwargs)
+            self.asked = encode_prompt(self.history, verifier.tokenizer, template_kwargs)
         except RowRefused as refusal:
             note_once(refusal.note)
-            return PromptRuns(prompt, answers, refusal.reason)
-        if len(ids) >= verifier.facts.max_positions:
-            return PromptRuns(prompt, answers, TOO_LONG)
-        plain = decode_plain(verifier, ids, settings, tail=settings.n_draft)
-        counted = replace(settings, measure_overlap=True)
-        speculative = decode_speculative(verifier, draft, ids, counted)
+            self.stopped = refusal.reason
+            return False
+        if len(self.asked) >= verifier.facts.max_positions:
+            self.stopped = TOO_LONG
+        return not self.stopped
+
+
+def answer_together(
+    verifier: Verifier, draft: Eagle3Draft, talks: list[Talk], settings: DecodeSettings
+) -> None:
+    """Answer the turn each of ``talks`` asks, plainly and with the draft."""
+    assert settings.shape is not None
+    prompts, seeds = [talk.asked for talk in talks], [talk.seed for talk in talks]
+    tail = settings.shape.depth
+    plain = decode(verifier, None, prompts, settings, seeds, tail).generations
+    counted = replace(settings, measure_overlap=settings.shape.is_chain)
+    guided = decode(verifier, draft, prompts, counted, seeds).generations
+    for talk, one, other in zip(talks, plain, guided, strict=True):
         greedy = settings.sampling.greedy
-        difference = compare(verifier, ids, plain, speculative) if greedy else None
-        answers.append(Answer(ids, plain, speculative, difference))
-        text = verifier.tokenizer.decode(plain.tokens, skip_special_tokens=True)
-        history.append(Turn("assistant", str(text)))
-    return PromptRuns(prompt, answers)
+        difference = compare(verifier, talk.asked, one, other) if greedy else None
+        talk.answers.append(Answer(talk.asked, one, other, difference))
+        text = verifier.tokenizer.decode(one.tokens, skip_special_tokens=True)
+        talk.history.append(Turn("assistant", str(text)))
 
 
 # ---- what is counted of the runs ---------------------------------------------------------------
@@ -135,15 +167,21 @@ def count(runs: PromptRuns, n_draft: int) -> Counters:
     )
 
 
-def count_range(runs: PromptRuns, n_draft: int, first: int, end: int | None) -> Counters:
-    """The rounds whose first draft stands at a generated position in [first, end)."""
+def count_ranks(runs: Sequence[PromptRuns], n_draft: int) -> RankHits:
+    """Which guesses the verifier's tokens were, over all rounds."""
+    ranks = [one for run in runs for answer in run.answers for one in answer.speculative.ranks]
+    return RankHits.of(ranks, n_draft)
+
+
+def count_range(runs: PromptRuns, n_draft: int, span: range, absolute: bool = False) -> Counters:
+    """The rounds whose first draft stands at a position in ``span``.
+
+    Positions are of the answer, whose first token is 0; ``absolute``: of prompt and answer.
+    """
     counters = Counters()
     for answer in runs.answers:
-        inside = [
-            one
-            for at, one in placed(answer.speculative.rounds)
-            if at >= first and (end is None or at < end)
-        ]
+        before = len(answer.prompt_ids) if absolute else 0
+        inside = [one for at, one in placed(answer.speculative.rounds) if before + at in span]
         emitted = sum(one.accepted + 1 for one in inside)
         counters += Counters.of(inside, emitted, n_draft)
     return counters

@@ -1,20 +1,24 @@
 """The two models as the sides of a round: the verifier and the draft, each with its cache.
 
-Index table. Text x[0..L] is committed, x[L] (the root, emitted last) has no KV yet:
+Index table. Text x[0..L] is committed, x[L] (the root, emitted last) has no KV yet. Guesses are
+nodes of a tree below the root; a chain is a tree, too:
 
-    verifier cache   rows 0..L-1; a round feeds x[L] and N guesses at positions L..L+N
+    verifier cache   rows 0..L-1; a round feeds x[L] and its guesses, one of depth k at position L+k
     draft cache      rows 0..L-1, row t made of x[t+1] and the verifier's states of x[t]
-    first guess      read from row L-1, for x[L+1]
-    guess k+1        row L-1+k, made of guess k and the draft's own output; dropped after the round
+    depth 1          read from row L-1, for x[L+1]
+    depth k+1        from the row of its parent, a guess of depth k with the draft's own output of
+                     the row before, at position L-1+k; it sees its ancestors, and is dropped after
 
 After a round that accepts n, rows L..L+n of the draft are made anew from verifier states, by the
-first draft forward of the next round.
+first draft forward of the next round. Sequences of a batch have lengths, trees and n of their own.
 """
 
 import torch
 from torch import Tensor
 
 from conf.schema import ConfigError
+from eval.propose import Proposal
+from models.branches import Branches
 from models.eagle3 import DraftOutput, Eagle3Draft
 from models.kv import KVCache
 from models.memory import DraftCache
@@ -22,80 +26,157 @@ from models.verifier import Verifier, VerifierStates
 
 
 class TargetDecoder:
-    """The verifier with its cache. Its root is the token emitted last."""
+    """The verifier with its cache. Its roots are the tokens emitted last."""
 
-    def __init__(self, verifier: Verifier, capacity: int):
+    def __init__(self, verifier: Verifier, batch: int, capacity: int):
         self.verifier = verifier
-        self.cache = KVCache(verifier.model.config, 1, capacity, verifier.device, verifier.dtype)
-        self.root = torch.empty(1, 1, dtype=torch.long, device=verifier.device)
+        device, dtype = verifier.device, verifier.dtype
+        self.cache = KVCache(verifier.model.config, batch, capacity, device, dtype)
+        self.root = torch.empty(batch, 1, dtype=torch.long, device=device)
         self.states: VerifierStates  # of the rows fed last
 
-    def prefill(self, prompt: Tensor) -> Tensor:
-        """Feed prompt [1, P]; logits [1, V] of the first token."""
-        self.states = self.verifier.states(prompt, self.cache)
-        self.cache.advance(prompt.shape[1])
-        return self.verifier.logits_from(self.states.last[:, -1])
+    def prefill(self, prompts: Tensor, lengths: list[int]) -> Tensor:
+        """Feed right-padded prompts [B, P]; logits [B, V] of the first tokens."""
+        self.states = self.verifier.states(prompts, self.cache)
+        ends = torch.tensor(lengths, device=prompts.device)
+        self.cache.advance(ends)
+        rows = torch.arange(len(lengths), device=prompts.device)
+        return self.verifier.logits_from(self.states.last[rows, ends - 1])
 
     def step(self) -> Tensor:
-        """Feed the root alone: logits [1, V] of the next token."""
+        """Feed the roots alone: logits [B, V] of the next tokens."""
         self.states = self.verifier.states(self.root, self.cache)
         self.cache.advance(1)
         return self.verifier.logits_from(self.states.last[:, -1])
 
-    def score(self, ids: Tensor) -> Tensor:
-        """Feed the root and guesses [1, N]: logits [1, N+1, V]. ``commit`` says what stays."""
-        self.states = self.verifier.states(torch.cat([self.root, ids], -1), self.cache)
+    def score(self, proposal: Proposal, branches: Branches | None) -> Tensor:
+        """Feed roots and guesses: logits [B, M+1, V]. ``commit`` says what stays.
+
+        ``branches``: how guesses hang together; None: they are a chain.
+        """
+        tokens = torch.cat([self.root, proposal.ids], -1)
+        self.states = self.verifier.states(tokens, self.cache, branches)
         return self.verifier.logits_from(self.states.last)
 
-    def commit(self, accepted: int) -> Tensor:
-        """Keep the root and ``accepted`` guesses; their states [1, accepted + 1, A*D]."""
-        self.cache.advance(accepted + 1)
-        return self.states.aux[:, : accepted + 1]
+    def commit(self, path: Tensor, accepted: list[int], line: bool) -> Tensor:
+        """Keep the roots and the first ``accepted`` nodes of ``path`` [B, K], 1 and up.
+
+        Gives their states [B, max(accepted) + 1, A*D]; rows beyond a sequence's own are junk.
+        ``line``: the guesses are a chain, which leaves every row where it is.
+        """
+        longest = max(accepted)
+        if line:
+            self.cache.advance(torch.tensor(accepted) + 1)
+            return self.states.aux[:, : longest + 1]
+        self.cache.commit(path, accepted)
+        rows = torch.cat([torch.zeros_like(path[:, :1]), path[:, :longest]], -1)
+        width = self.states.aux.shape[-1]
+        return self.states.aux.gather(1, rows[..., None].expand(-1, -1, width))
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with sequences ``rows``, in that order."""
+        chosen = torch.tensor(rows, device=self.root.device)
+        self.cache.keep(chosen)
+        self.root = self.root[chosen]
 
 
 class DraftDecoder:
     """The draft with its cache: rows made of verifier states stay, rows of guesses do not."""
 
-    def __init__(self, draft: Eagle3Draft, capacity: int, device: torch.device):
+    def __init__(self, draft: Eagle3Draft, batch: int, capacity: int, device: torch.device):
         self.draft = draft
-        self.cache = DraftCache(capacity)
-        self.positions = torch.arange(capacity, device=device)[None]
+        self.cache = DraftCache(capacity, batch)
+        self.last_position = draft.config.max_positions - 1
         own_ids = torch.arange(draft.config.draft_vocab_size, device=device)
         self.target_ids = draft.to_target_ids(own_ids)  # [Vd]
-        self.committed = 0  # rows made of verifier states
+        self.committed = [0] * batch  # rows made of verifier states
+        self._depth = 0  # of the nodes run last
+        self._lineage: Tensor | None = None  # [B, W, S] the nodes so far that those run last see
         self._waiting: tuple[Tensor, Tensor]  # tokens and states of the rows to come
-        self._output: DraftOutput  # of the rows run last
+        self._counts: list[int]  # how many of them each sequence has
+        self._hidden: Tensor  # [B, W, D] the output of the nodes run last
 
-    def feed(self, tokens: Tensor, aux: Tensor) -> None:
-        """Forget guesses and note new rows: row t is x[t+1] in [1, R] and aux[t] in [1, R, A*D].
+    def feed(self, tokens: Tensor, aux: Tensor, counts: list[int]) -> None:
+        """Forget guesses and note new rows: row t is x[t+1] in [B, R] and aux[t] in [B, R, A*D].
 
-        They run when the next round starts, so that nothing is computed after the last round.
+        Each sequence has its first ``counts`` of them. They run when the next round starts, so
+        that nothing is computed after the last round.
         """
         self.cache.truncate(self.committed)
-        self._waiting = (tokens, aux)
+        self._waiting, self._counts = (tokens, aux), counts
 
-    def remember(self, tokens: Tensor, aux: Tensor) -> None:
-        """Rows of a prompt, at once: nothing is guessed from them, so they only give keys."""
-        positions = self.positions[:, : tokens.shape[1]]
+    def remember(self, tokens: Tensor, aux: Tensor, counts: list[int]) -> None:
+        """Rows of prompts, at once: nothing is guessed from them, so they only give keys."""
+        positions = self._positions(torch.arange(tokens.shape[1], device=tokens.device))
         share = self.draft.share_of(tokens, asks=False)
         self.draft.remember(share, self.draft.fuse(aux), positions, self.cache)
-        self.committed = self.cache.length
+        self._commit(counts)
 
     def start(self) -> Tensor:
+        """Logits [B, 1, Vd] after the roots."""
         tokens, aux = self._waiting
-        self._run(tokens, self.draft.fuse(aux))
-        self.committed = self.cache.length
-        return self.draft.logits(self._output.normed[:, -1])
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        output = self._run(tokens, self.draft.fuse(aux), steps)
+        self._commit(self._counts)
+        rows = torch.arange(len(self._counts), device=tokens.device)
+        last = torch.tensor(self._counts, device=tokens.device) - 1
+        self._hidden = output.hidden[rows, last][:, None]
+        self._depth, self._lineage = 0, None
+        return self.draft.logits(output.normed[rows, last])[:, None]
 
-    def step(self, ids: Tensor) -> Tensor:
-        self._run(ids[:, None], self._output.hidden[:, -1:])
-        return self.draft.logits(self._output.normed[:, -1])
+    def step(self, ids: Tensor, parents: Tensor) -> Tensor:
+        """Logits [B, W, Vd] after nodes ``ids`` [B, W], target ids, one level below those before.
 
-    def _run(self, tokens: Tensor, hidden: Tensor) -> None:
-        begin = self.cache.length
-        positions = self.positions[:, begin : begin + tokens.shape[1]]
+        ``parents`` [B, W]: the row of each one's parent in the call before.
+        """
+        hidden, width = self._hidden, ids.shape[1]
+        if hidden.shape[1] > 1 or width > 1 or self._lineage is not None:
+            hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[-1]))
+            self._branch(parents)
+        output = self._run(ids, hidden, torch.full((width,), self._depth, device=ids.device))
+        self._depth += 1
+        self._hidden = output.hidden
+        return self.draft.logits(output.normed)
+
+    def _branch(self, parents: Tensor) -> None:
+        """Tell the cache which nodes the level to come sees: its parents' and each its own.
+
+        Until the first branching the nodes are a line, and each level saw all before.
+        """
+        batch, width = parents.shape
+        lineage = self._lineage
+        if lineage is None:
+            lineage = parents.new_ones(batch, self._hidden.shape[1], self._depth).bool()
+        inherited = lineage.gather(1, parents[..., None].expand(-1, -1, lineage.shape[-1]))
+        own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+        self._lineage = torch.cat([inherited, own], -1)
+        self.cache.branches = self._lineage
+
+    def _commit(self, counts: list[int]) -> None:
+        self.committed = [n + more for n, more in zip(self.committed, counts, strict=True)]
+        self.cache.truncate(self.committed)
+
+    def _positions(self, steps: Tensor) -> Tensor:
+        """[B, T] of rows ``steps`` [T] past the committed ones.
+
+        Guesses beyond the head's last position may not stand (see ``Speculation.room``), and sit
+        on it meanwhile.
+        """
+        committed = torch.tensor(self.committed, device=steps.device)
+        return (committed[:, None] + steps).clamp(max=self.last_position)
+
+    def _run(self, tokens: Tensor, hidden: Tensor, steps: Tensor) -> DraftOutput:
         share = self.draft.share_of(tokens)
-        self._output = self.draft(share, hidden, positions, self.cache)
+        return self.draft(share, hidden, self._positions(steps), self.cache)
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with sequences ``rows``, in that order."""
+        tokens, aux = self._waiting
+        chosen = torch.tensor(rows, device=tokens.device)
+        self._waiting = (tokens[chosen], aux[chosen])
+        self._counts = [self._counts[row] for row in rows]
+        self.committed = [self.committed[row] for row in rows]
+        self.cache.keep(rows)
 
 
 def check_pair(verifier: Verifier, draft: Eagle3Draft) -> None:

@@ -14,12 +14,13 @@ class Branches:
     seen: Tensor  # [B, T, T] bool: token i sees token j, which is itself or an ancestor
 
     @classmethod
-    def of_parents(cls, parents: Tensor) -> "Branches":
-        """parents [B, M] of nodes 1..M (0 is the root, parents come first) -> T = M + 1."""
-        batch, nodes = parents.shape
-        size = nodes + 1
-        seen = torch.eye(size, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-        rows = torch.arange(batch, device=parents.device)
-        for node in range(1, size):
-            seen[:, node] |= seen[rows, parents[:, node - 1]]
+    def of_parents(cls, parents: Tensor, levels: int) -> "Branches":
+        """parents [B, M] of nodes 1..M (0 is the root) at most ``levels`` deep -> T = M + 1."""
+        size = parents.shape[1] + 1
+        above = torch.cat([torch.zeros_like(parents[:, :1]), parents], 1)  # the root's is itself
+        above = above[:, :, None].expand(-1, -1, size)  # [B, T, T]
+        own = torch.eye(size, dtype=torch.bool, device=parents.device)
+        seen = own.expand(len(parents), -1, -1)
+        for _ in range(levels):
+            seen = own | seen.gather(1, above)
         return cls(seen.sum(-1) - 1, seen)

@@ -95,7 +95,7 @@ def generate(
         if not running:
             return
         if len(running) < len(tokens):
-            order = _into_holes(running)
+            order = into_holes(running)
             live.keep(order)
             cache.keep(torch.tensor(order, device=verifier.device))
             tokens = [tokens[i] for i in order]
@@ -123,7 +123,7 @@ def _prefill(
     return cache, last[torch.arange(len(prompts), device=verifier.device), lengths - 1]
 
 
-def _into_holes(running: list[int]) -> list[int]:
+def into_holes(running: list[int]) -> list[int]:
     """Ascending survivors -> an order of them that moves as few as possible."""
     count = len(running)
     stay = {row for row in running if row < count}

@@ -8,17 +8,29 @@ import pytest
 import torch
 
 from conf.schema import ConfigError
-from eval.acceptance import Counters, NgramTable, count_hits, report_acceptance, total, walk
-from eval.decode import DecodeSettings, Round, decode_plain, decode_speculative
+from conf.shapes import chain
+from eval.acceptance import Counters, count_hits, report_acceptance, total, walk
+from eval.decode import DecodeSettings, decode
+from eval.generation import Round
+from eval.ngram import NgramTable
 from models.verifier import Verifier
 
 PROMPT = [1, 40, 41, 42, 43, 90, 3]
 N = 4
 
 
+def chain_round(proposed: list[int], accepted: int) -> Round:
+    return Round(proposed, accepted, min(accepted + 1, len(proposed)))
+
+
 def test_counters_by_hand():
     """Rounds of 3 guesses that accept 3, 0, 1, and one of 2 guesses that accepts 2."""
-    rounds = [Round([5, 6, 7], 3), Round([5, 6, 7], 0), Round([5, 6, 7], 1), Round([5, 6], 2)]
+    rounds = [
+        chain_round([5, 6, 7], 3),
+        chain_round([5, 6, 7], 0),
+        chain_round([5, 6, 7], 1),
+        chain_round([5, 6], 2),
+    ]
     counters = Counters.of(rounds, tokens=9, n_draft=3)
     assert counters == Counters(
         rounds=4,
@@ -36,8 +48,8 @@ def test_counters_by_hand():
 
 def test_two_prompts_add_up():
     """Every round of every prompt weighs the same: not the last one alone, not prompts equally."""
-    one = Counters.of([Round([1, 2], 2), Round([1, 2], 2)], 7, 2)
-    two = Counters.of([Round([1, 2], 0)] * 4, 5, 2)
+    one = Counters.of([chain_round([1, 2], 2), chain_round([1, 2], 2)], 7, 2)
+    two = Counters.of([chain_round([1, 2], 0)] * 4, 5, 2)
     both = one + two
     assert both == total([one, two])
     assert (both.rounds, both.drafted, both.tested, both.tokens) == (6, 12, 8, 12)
@@ -48,7 +60,7 @@ def test_two_prompts_add_up():
 def test_tau_is_one_plus_survival_and_alpha_chains_to_it():
     generator = random.Random(0)
     accepted = [generator.randint(0, N) for _ in range(200)]
-    counters = Counters.of([Round([0] * N, a) for a in accepted], 0, N)
+    counters = Counters.of([chain_round([0] * N, a) for a in accepted], 0, N)
     assert counters.tau == pytest.approx(1 + sum(counters.survival_by_depth))
     chained = [math.prod(counters.alpha_by_depth[: k + 1]) for k in range(N)]
     assert counters.survival_by_depth == pytest.approx(chained)
@@ -58,9 +70,9 @@ def test_tau_is_one_plus_survival_and_alpha_chains_to_it():
 def test_nothing_counted_is_nan_and_adds_as_nothing():
     empty = Counters()
     assert math.isnan(empty.tau) and math.isnan(empty.alpha)
-    some = Counters.of([Round([1, 2], 1)], 3, 2)
+    some = Counters.of([chain_round([1, 2], 1)], 3, 2)
     assert empty + some == some == some + empty
-    assert math.isnan(Counters.of([Round([1, 2], 0)], 2, 2).alpha_by_depth[1])
+    assert math.isnan(Counters.of([chain_round([1, 2], 0)], 2, 2).alpha_by_depth[1])
 
 
 def test_hits_count_leading_matches_only():
@@ -78,7 +90,9 @@ def test_walk_by_hand():
     hits = [9, 9, 2, 9, 9, 0, 1, 9]
     counters = walk(hits, first_row=2, end_row=8, n_draft=4)
     # Row 2 emits 3 tokens (x[4..6]), row 5 one (x[7]), row 6 two (x[8], x[9]): the end.
-    assert counters == Counters.of([Round([0] * 4, 2), Round([0] * 4, 0), Round([0] * 4, 1)], 7, 4)
+    assert counters == Counters.of(
+        [chain_round([0] * 4, 2), chain_round([0] * 4, 0), chain_round([0] * 4, 1)], 7, 4
+    )
 
 
 def test_walk_of_an_answer_without_rounds():
@@ -91,17 +105,17 @@ def test_walk_counts_what_the_live_loop_counts(
     verifier: Verifier, follow, seed: int, eos_at: int | None
 ):
     """On the text with its tail, for a draft that is right at random rows and depths."""
-    settings = DecodeSettings(N, 40, [])
+    settings = DecodeSettings(40, [], chain(N))
     if eos_at is not None:
-        answer = decode_plain(verifier, PROMPT, settings).tokens
+        answer = decode(verifier, None, [PROMPT], settings).generations[0].tokens
         settings = replace(settings, eos_ids=[answer[eos_at]])
-    plain = decode_plain(verifier, PROMPT, settings, tail=N - 1)
+    plain = decode(verifier, None, [PROMPT], settings, tail=N - 1).generations[0]
     text = torch.tensor([*PROMPT, *plain.tokens, *plain.tail])
     chance = random.Random(seed)
     right = [[chance.random() < 0.7 for _ in range(N)] for _ in range(200)]
 
     draft = follow(PROMPT, settings, lambda _number, root, depth: right[root - 1][depth])
-    live = decode_speculative(verifier, draft, PROMPT, settings)
+    live = decode(verifier, draft, [PROMPT], settings).generations[0]
     guesses = torch.full((len(text), N), -1)
     for t in range(len(text)):
         for k in range(N):
@@ -167,7 +181,9 @@ def test_bootstrap_holds_the_estimate_and_narrows_with_prompts():
 
     def prompts(count: int) -> list[Counters]:
         return [
-            Counters.of([Round([0, 0], chance.choice([0, 0, 1, 2])) for _ in range(10)], 20, 2)
+            Counters.of(
+                [chain_round([0, 0], chance.choice([0, 0, 1, 2])) for _ in range(10)], 20, 2
+            )
             for _ in range(count)
         ]
 
@@ -184,14 +200,14 @@ def test_bootstrap_holds_the_estimate_and_narrows_with_prompts():
 
 
 def test_bootstrap_is_seeded_and_one_prompt_has_no_width():
-    by_prompt = [Counters.of([Round([0], 1), Round([0], 0)], 4, 1)] * 3
+    by_prompt = [Counters.of([chain_round([0], 1), chain_round([0], 0)], 4, 1)] * 3
     assert report_acceptance(by_prompt, 50, 7) == report_acceptance(by_prompt, 50, 7)
     single = report_acceptance(by_prompt[:1], 50, 7)
     assert single.tau_interval.low == single.tau_interval.high == single.tau == 1.5
 
 
 def test_bootstrap_survives_a_depth_that_no_prompt_reached():
-    report = report_acceptance([Counters.of([Round([0, 0], 0)], 2, 2)] * 3, 50, 0)
+    report = report_acceptance([Counters.of([chain_round([0, 0], 0)], 2, 2)] * 3, 50, 0)
     assert math.isnan(report.alpha_by_depth[1])
     assert math.isnan(report.alpha_by_depth_intervals[1].low)
     with pytest.raises(ConfigError, match=r"no prompt.*eval\.prompts"):

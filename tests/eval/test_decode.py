@@ -6,16 +6,39 @@ import pytest
 import torch
 
 from conf.schema import FULL, ConfigError
-from eval.decode import DecodeSettings, Speculation, decode_plain, decode_speculative
-from eval.rounds import RoundPlan, judge_proposal, propose
+from conf.shapes import chain
+from eval.batch import Batch
+from eval.decode import DecodeSettings, Speculation, decode
+from eval.generation import Generation
+from eval.propose import propose
+from eval.round_plan import RoundPlan
+from eval.rounds import judge_proposal
 from eval.sides import DraftDecoder
 from eval.verify import AcceptRule, scatter_to_target
-from models.sampling import Sampling, probabilities
+from models.eagle3 import Eagle3Draft
+from models.sampling import Sampling, SharedDice, probabilities
 from models.verifier import Verifier
 
 PROMPT = [1, 40, 41, 42, 43, 90, 3]
 N = 4
-SETTINGS = DecodeSettings(n_draft=N, max_new_tokens=30, eos_ids=[])
+SETTINGS = DecodeSettings(max_new_tokens=30, eos_ids=[], shape=chain(N))
+
+
+def decode_plain(
+    verifier: Verifier, prompt: list[int], settings: DecodeSettings, tail: int = 0
+) -> Generation:
+    return decode(verifier, None, [prompt], settings, tail=tail).generations[0]
+
+
+def decode_speculative(
+    verifier: Verifier, draft: Eagle3Draft, prompt: list[int], settings: DecodeSettings
+) -> Generation:
+    return decode(verifier, draft, [prompt], settings).generations[0]
+
+
+def speculation(verifier: Verifier, draft: Eagle3Draft, settings: DecodeSettings) -> Speculation:
+    batch = Batch(verifier, [PROMPT], settings.ends, N, tail=0)
+    return Speculation(batch, draft, settings, [settings.seed])
 
 
 def test_plain_decoding_equals_argmax_without_a_cache(verifier: Verifier):
@@ -96,17 +119,17 @@ def test_length_limit_cuts_the_output(verifier: Verifier, follow, length: int):
 
 
 def test_without_drafts_it_is_plain_decoding(verifier: Verifier, make_draft):
-    settings = replace(SETTINGS, n_draft=0)
+    settings = replace(SETTINGS, shape=None)
     output = decode_speculative(verifier, make_draft(), PROMPT, settings)
     assert output.tokens == decode_plain(verifier, PROMPT, settings).tokens
     assert output.rounds == []
 
 
 @pytest.mark.parametrize("limit", [4, 7, 8, 12, 20])
-def test_drafting_stops_at_the_drafts_position_limit(verifier: Verifier, make_draft, limit: int):
+def test_drafting_stops_at_the_drafts_position_limit(verifier: Verifier, scripted, limit: int):
     """Prompts of 7 tokens and heads with fewer positions than prompt and answer."""
     plain = decode_plain(verifier, PROMPT, SETTINGS, tail=N)
-    draft = make_draft(max_positions=limit, scripted=True)  # it asserts its limit itself
+    draft = scripted(max_positions=limit)  # it asserts its limit itself
     draft.follow([*PROMPT, *plain.tokens, *plain.tail], lambda *_: True)
     output = decode_speculative(verifier, draft, PROMPT, SETTINGS)
     assert output.tokens == plain.tokens
@@ -122,7 +145,7 @@ def test_no_position_beyond_the_verifiers_limit(verifier: Verifier, follow, monk
     monkeypatch.setattr(verifier, "facts", replace(verifier.facts, max_positions=limit))
     plain = decode_plain(verifier, PROMPT, SETTINGS, tail=N)
     assert len(plain.tokens) == limit - len(PROMPT) and plain.tail == []
-    output = decode_speculative(verifier, text, PROMPT, SETTINGS)  # the cache refuses row 16
+    output = decode_speculative(verifier, text, PROMPT, SETTINGS)
     assert output.tokens == plain.tokens
     assert [len(one.proposed) for one in output.rounds] == [4, 3]  # roots 7 and 12 of 0..15
 
@@ -131,8 +154,6 @@ def test_bad_prompts_and_settings_are_named(verifier: Verifier, make_draft):
     for prompt in ([], [5] * verifier.facts.max_positions):
         with pytest.raises(ConfigError, match=f"prompt of {len(prompt)} tokens"):
             decode_plain(verifier, prompt, SETTINGS)
-    with pytest.raises(ConfigError, match="n_draft=-1"):
-        replace(SETTINGS, n_draft=-1)
     with pytest.raises(ConfigError, match="max_new_tokens=0"):
         replace(SETTINGS, max_new_tokens=0)
     with pytest.raises(ConfigError, match="rule=greedy"):
@@ -150,18 +171,18 @@ def test_a_draft_of_other_layers_is_refused(verifier: Verifier, make_draft):
 def test_after_rounds_both_caches_are_as_built_from_scratch(verifier: Verifier, follow):
     """Draft rows come from verifier states alone, and rejected rows left nothing behind."""
     draft = follow(PROMPT, SETTINGS, lambda number, _root, depth: depth < (number * 3) % (N + 1))
-    run = Speculation(verifier, draft, PROMPT, SETTINGS)
-    run.prefill(torch.tensor([PROMPT]))
+    run = speculation(verifier, draft, SETTINGS)
+    run.prefill()
     for number in range(6):
-        run.play_round(run.room())
-        assert run.rounds[-1].accepted == (number * 3) % (N + 1)
-        assert run.draft.cache.length == run.draft.committed  # no row of a guess is left
+        run.play_round(run.rooms())
+        assert run.logs[0].rounds[-1].accepted == (number * 3) % (N + 1)
+        assert run.draft.cache.ends == run.draft.committed  # no row of a guess is left
     run.draft.start()
 
-    text = torch.tensor([[*PROMPT, *run.output.tokens]])
+    text = torch.tensor([[*PROMPT, *run.batch.outputs[0].tokens]])
     states = verifier.states(text)
-    scratch = DraftDecoder(draft, run.draft.cache.capacity, verifier.device)
-    scratch.feed(text[:, 1:], states.aux[:, :-1])
+    scratch = DraftDecoder(draft, 1, run.draft.cache.capacity, verifier.device)
+    scratch.feed(text[:, 1:], states.aux[:, :-1], [text.shape[1] - 1])
     scratch.start()
     rows = scratch.cache.length
     assert run.draft.cache.length == rows == text.shape[1] - 1
@@ -179,17 +200,17 @@ def test_after_rounds_both_caches_are_as_built_from_scratch(verifier: Verifier, 
 def test_guesses_are_chained_on_the_drafts_own_output(verifier: Verifier, make_draft):
     """Guess k+1 from one forward a token equals the draft unrolled by hand over all rows."""
     draft = make_draft()
-    side = DraftDecoder(draft, 32, verifier.device)
+    side = DraftDecoder(draft, 1, 32, verifier.device)
     states = verifier.states(torch.tensor([PROMPT]))
     text = torch.tensor([[*PROMPT, 9]])
-    side.feed(text[:, 1:], states.aux)
+    side.feed(text[:, 1:], states.aux, [len(PROMPT)])
     plan = RoundPlan(AcceptRule.greedy, Sampling(), measure_overlap=True)
-    proposal = propose(side, 3, plan, torch.Generator())
+    proposal = propose(side, chain(3), plan, SharedDice(0, 1))
 
     rows = len(PROMPT)
     hidden, tokens = draft.fuse(states.aux), text[:, 1:]
     for k in range(3):
-        memory = DraftDecoder(draft, 32, verifier.device).cache
+        memory = DraftDecoder(draft, 1, 32, verifier.device).cache
         positions = torch.arange(rows + k)[None]
         output = draft(draft.share_of(tokens), hidden, positions, memory)
         logits = draft.logits(output.normed[:, -1])
@@ -232,11 +253,11 @@ def test_sampling_is_repeatable_and_measures_the_overlap(
 @torch.inference_mode()
 def test_overlap_at_temperature_zero_is_of_the_plain_softmax(verifier: Verifier, make_draft):
     draft = make_draft(vocab_size=60)
-    run = Speculation(verifier, draft, PROMPT, replace(SETTINGS, measure_overlap=True))
-    run.prefill(torch.tensor([PROMPT]))
-    proposal = propose(run.draft, N, run.plan, run.generator)
-    logits = run.target.score(proposal.ids)
-    outcome = judge_proposal(proposal, logits, run.draft.target_ids, run.plan, run.generator)
+    run = speculation(verifier, draft, replace(SETTINGS, measure_overlap=True))
+    run.prefill()
+    proposal = propose(run.draft, run.shape, run.plan, run.dice)
+    logits = run.target.score(proposal, None)
+    outcome = judge_proposal(proposal, logits, run.draft.target_ids, run.plan, run.dice)
     target = logits[:, :-1].softmax(-1)
     guesses = scatter_to_target(
         probabilities(proposal.logits, Sampling(temperature=1.0)), run.draft.target_ids, 128
@@ -245,6 +266,9 @@ def test_overlap_at_temperature_zero_is_of_the_plain_softmax(verifier: Verifier,
 
 
 def test_times_add_up(verifier: Verifier, make_draft):
-    output = decode_speculative(verifier, make_draft(), PROMPT, SETTINGS)
-    assert output.prefill_seconds > 0 and output.draft_seconds > 0 and output.verify_seconds > 0
-    assert output.draft_seconds + output.verify_seconds <= output.decode_seconds
+    output = decode(verifier, make_draft(), [PROMPT], SETTINGS)
+    times = output.times
+    assert times.prefill > 0 and times.draft > 0 and times.verify > 0
+    assert times.draft + times.verify <= times.decode
+    assert times.prefill + times.decode == pytest.approx(output.generations[0].seconds)
+    assert output.steps == len(output.generations[0].rounds)

@@ -7,7 +7,6 @@ new to the head. vLLM computes on one core while the head is trained on another.
 import json
 import subprocess
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -25,12 +24,13 @@ from conf.schema import (
     TTTSection,
     VerifierSection,
 )
+from conf.shapes import chain
 from data.chains import Chains
 from data.loader import batch_of
 from data.records import CachedPack, CachedSample, TokenizedSample
 from data.states import states_of
 from eval.acceptance import Counters, total
-from eval.decode import DecodeSettings, decode_plain, decode_speculative
+from eval.decode import DecodeSettings, decode
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts
 from models.export.vllm import export
@@ -135,16 +135,15 @@ def encode(verifier: Verifier, text: str) -> list[int]:
     )
 
 
-def settings(n_draft: int) -> DecodeSettings:
-    """No end of sequence: vLLM ignores it too, so that both loops end at the same token."""
-    return DecodeSettings(n_draft=n_draft, max_new_tokens=NEW_TOKENS, eos_ids=[])
+# No end of sequence: vLLM ignores it too, so that both loops end at the same token.
+SETTINGS = DecodeSettings(max_new_tokens=NEW_TOKENS, eos_ids=[], shape=chain(N_DRAFT))
 
 
 def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection) -> Eagle3Draft:
     """A head that knows the verifier's own answers to ``prompts`` by heart, more or less."""
-    answers = [decode_plain(verifier, ids, settings(0)).tokens for ids in prompts]
+    answers = [decode(verifier, None, [ids], SETTINGS).generations[0].tokens for ids in prompts]
     samples = [cached(verifier, *pair) for pair in zip(prompts, answers, strict=True)]
-    counts = torch.bincount(torch.tensor([*chain(*answers)]), minlength=verifier.facts.vocab_size)
+    counts = torch.bincount(torch.tensor([token for ids in answers for token in ids]), minlength=verifier.facts.vocab_size)
     vocab = DraftVocab.from_counts(counts, draft_vocab_size(section, len(counts)))
     torch.manual_seed(0)
     draft = Eagle3Draft(DraftConfig.of(section, verifier.facts))
@@ -192,7 +191,7 @@ def export_with(draft: Eagle3Draft, verifier: Verifier, folder: Path, shift: int
 def own_counters(verifier: Verifier, draft: Eagle3Draft, prompts: list[list[int]]) -> Counters:
     found = []
     for ids in prompts:
-        made = decode_speculative(verifier, draft, ids, settings(N_DRAFT))
+        made = decode(verifier, draft, [ids], SETTINGS).generations[0]
         found.append(Counters.of(made.rounds, len(made.tokens), N_DRAFT))
     return total(found)
 

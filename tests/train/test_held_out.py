@@ -20,12 +20,13 @@ from conf.schema import (
     TTTSection,
     VerifierSection,
 )
+from conf.shapes import chain
 from data.chains import Chains
 from data.loader import batch_of
 from data.records import CachedPack, CachedSample, TokenizedSample
 from data.states import states_of
 from eval.acceptance import AcceptanceReport, Counters, report_acceptance, total
-from eval.decode import DecodeSettings, decode_plain, decode_speculative
+from eval.decode import DecodeSettings, decode
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.kernels import CPU_FLASH
 from models.verifier import Verifier, load_ends
@@ -59,15 +60,16 @@ class Bench:
         """What decoding gives for every prompt."""
         counters = []
         for one in self.asked:
-            settings = DecodeSettings(n_draft, LIMIT, one.eos_ids)
-            run = decode_speculative(self.verifier, self.draft, one.prompt, settings)
+            settings = DecodeSettings(LIMIT, one.eos_ids, chain(n_draft))
+            run = decode(self.verifier, self.draft, [one.prompt], settings).generations[0]
             counters.append(Counters.of(run.rounds, len(run.tokens), n_draft))
         return counters
 
 
 def greedy_sample(verifier: Verifier, one: Asked) -> CachedSample:
     prompt = one.prompt
-    plain = decode_plain(verifier, prompt, DecodeSettings(0, LIMIT, one.eos_ids), max(CHAINS))
+    settings = DecodeSettings(LIMIT, one.eos_ids)
+    plain = decode(verifier, None, [prompt], settings, tail=max(CHAINS)).generations[0]
     ids = torch.tensor([*prompt, *plain.tokens, *plain.tail])
     mask = torch.zeros(len(ids), dtype=torch.bool)
     mask[len(prompt) : len(prompt) + len(plain.tokens)] = True
