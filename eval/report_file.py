@@ -19,7 +19,7 @@ class BadValue(ValueError):
 
 
 def read_report(path: Path) -> EvalReport:
-    """The report in ``path``, a report.json or a run's folder. null, where a figure is, becomes NaN.
+    """The report in ``path``: a report.json, or a run's folder. A figure of null becomes NaN.
 
     Raises ConfigError for a file that is missing, broken, or of an older Eyrie. Keys that this
     version does not know are left out.
