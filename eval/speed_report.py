@@ -88,6 +88,10 @@ class ShapeSpeed:
     def is_chain(self) -> bool:
         return self.n == self.nodes
 
+    @property
+    def label(self) -> str:
+        return f"N = {self.n}" if self.is_chain else self.shape
+
 
 @dataclass(frozen=True)
 class LibrarySpeed:
