@@ -97,6 +97,15 @@ class EvalRule(Enum):
     rejection = "rejection"  # draws of the draft, by the ratio of the probabilities
 
 
+class Benchmark(Enum):
+    spec_bench = "spec_bench"
+    mt_bench = "mt_bench"
+    humaneval = "humaneval"
+    gsm8k = "gsm8k"
+    mbpp = "mbpp"
+    alpaca = "alpaca"
+
+
 class StepKind(Enum):
     auto = "auto"  # the fastest of those that run on the device; on a CPU eager alone
     eager = "eager"

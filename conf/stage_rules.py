@@ -5,7 +5,17 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from conf.schema import HUB, Attention, CaptureMode, MissingStates, RunConfig, Stage, StateBackend
+from conf.prompt_files import parse_prompt_file
+from conf.schema import (
+    HUB,
+    Attention,
+    CaptureMode,
+    ConfigError,
+    MissingStates,
+    RunConfig,
+    Stage,
+    StateBackend,
+)
 
 
 def flash_for_capture_alone(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
@@ -35,20 +45,32 @@ def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
             f"verifier.path={cfg.verifier.path}: no folder with a config.json; "
             "give one, or a hub name"
         )
-    needed = []
     if Stage.prepare in running:
-        needed.append(("data.path", cfg.data.path, "make it with python -m data.regenerate"))
+        yield from data_files(cfg)
     if Stage.eval in running:
-        needed.append(("eval.prompts", cfg.eval.prompts, "give a .jsonl file of prompts"))
-    for knob, paths, remedy in needed:
-        if not paths:
-            yield f"{knob}=[]: is empty; {remedy}, then {knob}=FILE"
-        for path in paths:
-            if knob == "data.path" and path.startswith(HUB):
-                continue  # only the hub knows
-            place = Path(path).expanduser()
-            if not place.exists() or (knob == "eval.prompts" and not place.is_file()):
-                yield f"{knob}={path}: no such file; {remedy}"
+        yield from prompt_files(cfg)
+
+
+def data_files(cfg: RunConfig) -> Iterator[str]:
+    remedy = "make it with python -m data.regenerate"
+    if not cfg.data.path:
+        yield f"data.path=[]: is empty; {remedy}, then data.path=FILE"
+    for path in cfg.data.path:
+        there = path.startswith(HUB) or Path(path).expanduser().exists()  # only the hub knows
+        if not there:
+            yield f"data.path={path}: no such file; {remedy}"
+
+
+def prompt_files(cfg: RunConfig) -> Iterator[str]:
+    remedy = "give a .jsonl file of prompts"
+    if not cfg.eval.prompts:
+        yield f"eval.prompts=[]: is empty; {remedy}, then eval.prompts=FILE"
+    for text in cfg.eval.prompts:
+        try:
+            if not parse_prompt_file(text).path.is_file():
+                yield f"eval.prompts={text}: no such file; {remedy}"
+        except ConfigError as error:
+            yield str(error)
 
 
 def state_backends(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:

@@ -2,14 +2,17 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from conf.prompt_files import PromptFile, parse_prompt_file
+from conf.runtime import fingerprint
 from conf.schema import ConfigError
+from data.benchmarks import read_item
 from data.records import Skipped, Turn
 
 ROLES = {"human": "user", "user": "user", "system": "system"}
 ANSWERS = ("gpt", "assistant")  # left out: the verifier answers for itself
+REPEATED = "the same prompt as an earlier one"
 SEEN = {"seen_pattern": True, "unseen_pattern": False}
 
 
@@ -22,6 +25,12 @@ class EvalPrompt:
     seen: bool | None  # the pattern occurs in the training prompts; None: the file does not say
     turns: tuple[Turn, ...]  # an optional system turn, then user turns
 
+    @property
+    def digest(self) -> str:
+        """Of roles and text, blanks at the ends apart: one prompt in two files has one digest."""
+        said = [[turn.role, turn.content.strip()] for turn in self.turns]
+        return fingerprint(said)
+
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -33,49 +42,55 @@ class BadRow(ValueError):
     """Why one line of a prompt file is not a prompt."""
 
 
-def read_prompts(paths: list[str]) -> PromptSet:
+def read_prompts(files: list[str]) -> PromptSet:
     """Read prompt files in the given order. Raises ConfigError when a file yields no prompt.
 
-    A line is ``{"id", "task", "split"?, "conversations" | "messages": [...]}`` or, as Spec-Bench
-    and MT-Bench have it, ``{"question_id", "category", "turns": [...]}``. A bad line is skipped
-    and counted by its reason.
+    ``gsm8k:FILE`` reads a benchmark's own file (data/benchmarks.py). A line of another is
+    ``{"id", "task", "split"?, "conversations" | "messages": [...]}`` or
+    ``{"question_id", "category", "turns": [...]}``. A bad line is skipped and counted by its
+    reason, and so is a prompt that came before: nothing is scored twice.
     """
     prompts: list[EvalPrompt] = []
     reasons: dict[str, int] = {}
+    before: set[str] = set()
     rows = 0
-    for path in paths:
+    for file in map(parse_prompt_file, files):
         found = 0
-        for number, line in enumerate(read_lines(path), 1):
+        for number, line in enumerate(read_lines(file), 1):
             if not line.strip():
                 continue
             rows += 1
             try:
-                prompts.append(parse_prompt(line, f"{Path(path).stem}-{number}"))
+                prompt = parse_prompt(line, file, number)
                 found += 1
+                if prompt.digest in before:
+                    raise BadRow(REPEATED)
             except BadRow as reason:
                 reasons[str(reason)] = reasons.get(str(reason), 0) + 1
+                continue
+            before.add(prompt.digest)
+            prompts.append(prompt)
         if not found:
             why = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
             raise ConfigError(
-                f"eval.prompts={path}: holds no usable prompt: {why or 'the file is empty'}; give "
+                f"{file.knob}: holds no usable prompt: {why or 'the file is empty'}; give "
                 'one JSON object a line, for example {"id": "a", "task": "qa", "turns": ["..."]}'
             )
     return PromptSet(prompts, Skipped(rows, len(prompts), reasons))
 
 
-def read_lines(path: str) -> list[str]:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"eval.prompts={path}: no such file; give a .jsonl file of prompts")
+def read_lines(file: PromptFile) -> list[str]:
+    if not file.path.is_file():
+        raise ConfigError(f"{file.knob}: no such file; give a .jsonl file of prompts")
     try:
-        return file.read_text(encoding="utf-8-sig").split("\n")
+        return file.path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"eval.prompts={path}: not UTF-8 at byte {error.start}; convert the file to UTF-8"
+            f"{file.knob}: not UTF-8 at byte {error.start}; convert the file to UTF-8"
         ) from error
 
 
-def parse_prompt(line: str, fallback_id: str) -> EvalPrompt:
+def parse_prompt(line: str, file: PromptFile, number: int) -> EvalPrompt:
     """One line to one prompt; raises BadRow with a reason that can be counted."""
     try:
         row = json.loads(line)
@@ -83,6 +98,11 @@ def parse_prompt(line: str, fallback_id: str) -> EvalPrompt:
         raise BadRow("not JSON") from error
     if not isinstance(row, dict):
         raise BadRow("not a JSON object")
+    fallback_id = f"{file.path.stem}-{number}"
+    if file.benchmark is not None:
+        item = read_item(file.benchmark, row, f"{file.knob}: line {number}")
+        name = f"{file.benchmark.value}/{item.id or fallback_id}"
+        return EvalPrompt(name, item.task, None, tuple(Turn("user", text) for text in item.turns))
     turns = parse_turns(row)
     if not any(turn.role == "user" for turn in turns):
         raise BadRow("no user turn")

@@ -1,9 +1,8 @@
 """What the prepare stage tells a person: rows, sources, shares, draft vocabulary, overlap."""
 
-from pathlib import Path
-
 import numpy as np
 
+from conf.prompt_files import parse_prompt_file
 from conf.runtime import say
 from conf.schema import ConfigError, RunConfig
 from data.corpus import Facts, read_facts
@@ -75,14 +74,14 @@ def say_overlap(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) 
     The first turn of each counts. Told at every call and not stored: the prepared data does not
     depend on eval.prompts. Files that the evaluation itself will refuse are only counted here.
     """
-    there = [path for path in cfg.eval.prompts if Path(path).expanduser().is_file()]
+    there = [text for text in cfg.eval.prompts if parse_prompt_file(text).path.is_file()]
     if not there:
         return
     asked: list[int] = []
     files = rows = 0
-    for path in there:
+    for text in there:
         try:
-            found = read_prompts([path])
+            found = read_prompts([text])
         except ConfigError:
             files += 1
             continue

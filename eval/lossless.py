@@ -16,12 +16,14 @@ import torch
 from conf.compose import load_saved, sentence_on_error
 from conf.runtime import cache_dir, note_once, progress, say
 from conf.schema import ConfigError, RunSection
+from conf.shapes import chain
 from data.dialects import RowRefused
 from data.distributed import pick_device
 from data.eval_prompts import EvalPrompt, read_prompts, take
 from data.records import Turn
 from data.template import encode_prompt
-from eval.decode import DecodeSettings, Generation, decode_plain, decode_speculative
+from eval.decode import DecodeSettings, decode
+from eval.difference import Difference, compare
 from eval.parser import Parser
 from eval.toy import CASES, ToyResult, run_toy
 from models.draft_file import CONFIG, load_draft
@@ -29,17 +31,6 @@ from models.eagle3 import Eagle3Draft
 from models.generate import end_ids
 from models.token_strings import refuse_other_tokens
 from models.verifier import Verifier
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where the two loops part for the first time on one prompt."""
-
-    prompt: int  # index of the prompt
-    position: int  # index among the emitted tokens
-    plain: int | None  # the token there; None: this loop had ended
-    speculative: int | None
-    gap: float  # between the verifier's two highest logits there: near 0 it is a tie of rounding
 
 
 @dataclass(frozen=True)
@@ -63,40 +54,11 @@ def check_greedy(
     """
     differences: list[Difference] = []
     for index, ids in enumerate(progress(prompts, len(prompts), "lossless", "prompt")):
-        plain = decode_plain(verifier, ids, settings)
-        speculative = decode_speculative(verifier, draft, ids, settings)
+        plain = decode(verifier, None, [ids], settings).generations[0]
+        speculative = decode(verifier, draft, [ids], settings).generations[0]
         found = compare(verifier, ids, plain, speculative, index)
         differences += [] if found is None else [found]
     return LosslessReport(len(prompts), len(prompts) - len(differences), differences)
-
-
-def compare(
-    verifier: Verifier,
-    prompt_ids: list[int],
-    plain: Generation,
-    speculative: Generation,
-    index: int = 0,
-) -> Difference | None:
-    """The first difference of two generations for prompt number ``index``, or None."""
-    ours, theirs = plain.tokens, speculative.tokens
-    if ours == theirs:
-        return None
-    shared = min(len(ours), len(theirs))
-    at = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
-    return Difference(
-        prompt=index,
-        position=at,
-        plain=ours[at] if at < len(ours) else None,
-        speculative=theirs[at] if at < len(theirs) else None,
-        gap=top_two_gap(verifier, [*prompt_ids, *ours[:at]]),
-    )
-
-
-def top_two_gap(verifier: Verifier, ids: list[int]) -> float:
-    """The verifier's highest logit minus its second after ``ids``, computed without a cache."""
-    states = verifier.states(torch.tensor([ids], device=verifier.device))
-    first, second = verifier.logits_from(states.last[:, -1]).float().topk(2).values[0].tolist()
-    return first - second
 
 
 def newest_head(root: Path) -> Path:
@@ -128,7 +90,7 @@ def check_head(request: Request) -> LosslessReport:
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
     draft = load_draft(request.head, device, torch.float32, verifier.embedding)
     refuse_other_tokens(request.head, verifier.tokenizer)
-    settings = DecodeSettings(cfg.eval.n_draft, request.new_tokens, end_ids(verifier))
+    settings = DecodeSettings(request.new_tokens, end_ids(verifier), chain(cfg.eval.n_draft))
     ids = encode_first(verifier, prompts, cfg.data.template_kwargs)
     if not ids:
         raise ConfigError(

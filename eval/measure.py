@@ -12,8 +12,8 @@ from data.records import TokenizedSample, Turn
 from data.template import encode_prompt
 from eval.acceptance import Counters, RankHits, total
 from eval.decode import DecodeSettings, decode
+from eval.difference import Difference, compare
 from eval.generation import Generation, Round
-from eval.lossless import Difference, compare
 from eval.ngram import NgramTable
 from models.eagle3 import Eagle3Draft
 from models.verifier import Verifier
@@ -171,20 +171,6 @@ def count_ranks(runs: Sequence[PromptRuns], n_draft: int) -> RankHits:
     """Which guesses the verifier's tokens were, over all rounds."""
     ranks = [one for run in runs for answer in run.answers for one in answer.speculative.ranks]
     return RankHits.of(ranks, n_draft)
-
-
-def count_range(runs: PromptRuns, n_draft: int, span: range, absolute: bool = False) -> Counters:
-    """The rounds whose first draft stands at a position in ``span``.
-
-    Positions are of the answer, whose first token is 0; ``absolute``: of prompt and answer.
-    """
-    counters = Counters()
-    for answer in runs.answers:
-        before = len(answer.prompt_ids) if absolute else 0
-        inside = [one for at, one in placed(answer.speculative.rounds) if before + at in span]
-        emitted = sum(one.accepted + 1 for one in inside)
-        counters += Counters.of(inside, emitted, n_draft)
-    return counters
 
 
 def placed(rounds: list[Round]) -> list[tuple[int, Round]]:

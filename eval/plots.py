@@ -28,7 +28,19 @@ class Curve:
     label: str
     values: Sequence[float]
     intervals: Sequence[Interval] | None = None
-    at: list[int] | None = None
+    at: Sequence[float] | None = None
+    names: Sequence[str] = ()  # of the values, where they have some
+
+
+@dataclass(frozen=True)
+class Point:
+    """One named value with its interval; ``x`` is where it stands, if that means something."""
+
+    label: str
+    y: float
+    interval: Interval
+    x: float = 0.0
+    predicted: float = math.nan
 
 
 def draw_acceptance(path: Path, conditional: Curve, survival: Curve) -> None:
@@ -40,19 +52,126 @@ def draw_acceptance(path: Path, conditional: Curve, survival: Curve) -> None:
     save(figure, path)
 
 
-def draw_speed(path: Path, measured: Curve, predicted: Curve, best_n: int) -> None:
-    """Decode-only speed-up over the chain length, measured and predicted, best N marked."""
+def draw_speed(
+    path: Path, measured: Curve, predicted: Curve, trees: Sequence[Point], best_n: int
+) -> None:
+    """Decode-only speed-up over the chain length, measured and predicted, best N marked.
+
+    Trees stand at their depth, each with its name.
+    """
     figure, axes = blank(
-        "Speed-up over decoding without a draft", "draft tokens a round, N", "times as fast"
+        "Speed-up over decoding without a draft", "levels of guesses a round, N", "times as fast"
     )
     axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")
     axes.axvline(best_n, color=GREY, linewidth=8, alpha=0.15)
     line(axes, measured, 0)
     line(axes, predicted, 1, style="--")
+    for number, point in enumerate(trees):
+        at, colour, marker = (
+            [point.x],
+            SERIES[(number + 2) % len(SERIES)],
+            MARKERS[(number + 2) % len(MARKERS)],
+        )
+        name = f"{point.label} (predicted {point.predicted:.2f})"
+        axes.plot(
+            at, [point.y], linestyle="", marker=marker, color=colour, markersize=8, label=name
+        )
+        axes.vlines(at, point.interval.low, point.interval.high, color=colour, linewidth=1.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
     save(figure, path)
+
+
+def draw_time_split(path: Path, shapes: Sequence[str], parts: Sequence[Curve]) -> None:
+    """Where the time after prefill goes, one bar a shape; each part has a value a shape."""
+    height = max(SIZE[1], 1.6 + 0.36 * len(shapes))
+    figure, axes = blank("Time after prefill", "share of the time", "", (SIZE[0], height))
+    left = [0.0] * len(shapes)
+    rows = range(len(shapes))
+    for number, part in enumerate(parts):
+        values = [value if math.isfinite(value) else 0.0 for value in part.values]
+        colour = (BLUE, ORANGE, "#9CA3AF")[number % 3]
+        axes.barh(rows, values, left=left, color=colour, label=part.label, height=0.7)
+        for row, value in zip(rows, values, strict=True):
+            if value >= 0.06:
+                middle = left[row] + value / 2
+                axes.text(middle, row, f"{value:.0%}", ha="center", va="center", color="white")
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.set_yticks(rows, [shortened(name) for name in shapes])
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, -0.32))
+    save(figure, path)
+
+
+def draw_batches(path: Path, rates: Sequence[Curve], speedups: Sequence[Curve]) -> None:
+    """Tokens a second and speed-up over the batch size, side by side."""
+    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    dress(left, "Throughput", "sequences side by side", "tokens/s, after prefill")
+    dress(right, "Speed-up", "sequences side by side", "times as fast")
+    for number, curve in enumerate(rates):
+        line(left, curve, number)
+    right.axhline(1.0, color=GREY, linewidth=1, linestyle=":")
+    for number, curve in enumerate(speedups):
+        line(right, curve, number + 1)  # the first rate is of decoding without a draft
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        sizes = sorted({at for curve in rates for at in curve.at or []})
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=9, loc="best")
+    save(figure, path)
+
+
+def draw_ranges(path: Path, generated: Curve, absolute: Curve) -> None:
+    """Acceptance by position in the answer and in the whole text; values are named by range."""
+    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for number, (axes, curve) in enumerate(zip(panels, (generated, absolute), strict=True)):
+        dress(axes, curve.label, "positions", "α, accepted of those tested" if not number else "")
+        line(axes, curve, number)
+        places = range(1, 1 + len(curve.values))
+        axes.set_xticks(places, curve.names, rotation=30, ha="right")
+        axes.set_xlim(0.5, len(curve.values) + 0.5)
+    panels[0].set_ylim(0, 1.02)
+    panels[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    save(figure, path)
+
+
+def draw_temperatures(path: Path, alpha: Curve) -> None:
+    """Acceptance when answers are drawn, over the temperature of the draws."""
+    figure, axes = blank("Acceptance by temperature", "temperature", "accepted of those tested, α")
+    line(axes, alpha, 0)
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    save(figure, path)
+
+
+def draw_differences(path: Path, rows: Sequence[Point], title: str) -> None:
+    """One row a figure: its difference and interval, around a line at none."""
+    height = max(SIZE[1], 1.6 + 0.28 * len(rows))
+    figure, axes = blank(title, "difference", "", (8.0, height))
+    axes.axvline(0.0, color=GREY, linewidth=1)
+    for place, row in enumerate(rows):
+        clear = row.interval.low > 0 or row.interval.high < 0
+        colour = (GREEN if row.y > 0 else RED) if clear else GREY
+        axes.hlines(place, row.interval.low, row.interval.high, color=colour, linewidth=2)
+        axes.plot([row.y], [place], marker="o", color=colour)
+    axes.set_yticks(range(len(rows)), [shortened(row.label) for row in rows])
+    axes.invert_yaxis()
+    axes.grid(axis="x", color="#E5E7EB", linewidth=0.8)
+    save(figure, path)
+
+
+def shortened(name: str) -> str:
+    """Names of big trees are as long as the trees."""
+    return name if len(name) <= 36 else f"{name[:33]}..."
 
 
 def draw_depth_sweep(path: Path, curves: Sequence[Curve]) -> None:
@@ -92,9 +211,16 @@ def draw_training(path: Path, metrics: Path) -> bool:
     return True
 
 
-def blank(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=SIZE, layout="constrained")
+def blank(
+    title: str, x_label: str, y_label: str, size: tuple[float, float] = SIZE
+) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
+    dress(axes, title, x_label, y_label)
+    return figure, axes
+
+
+def dress(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold")
     axes.set_xlabel(x_label, fontsize=11)
     axes.set_ylabel(y_label, fontsize=11)
@@ -103,12 +229,11 @@ def blank(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return figure, axes
 
 
 def line(axes: Axes, curve: Curve, number: int, style: str = "-") -> None:
     """Draw one curve; positions nobody reached are left out, intervals become bars."""
-    places = curve.at or list(range(1, len(curve.values) + 1))
+    places = list(curve.at or range(1, len(curve.values) + 1))
     kept = [i for i, value in enumerate(curve.values) if math.isfinite(value)]
     colour = SERIES[number % len(SERIES)]
     axes.plot(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from conf.compose import to_yaml
+from conf.prompt_files import parse_prompt_file
 from conf.runtime import (
     RankInfo,
     cache_dir,
@@ -114,8 +115,8 @@ def train_on(
 def evaluate_once(cfg: RunConfig, folder: Path, head: str, ranks: RankInfo) -> None:
     """``head`` is the fingerprint of what lies in best/."""
     done = Stamps(folder)
-    there = [path for path in map(Path, cfg.eval.prompts) if path.is_file()]
-    files = [digest(DataFile.alone(path)).sha256 for path in there]
+    named = [parse_prompt_file(text).path for text in cfg.eval.prompts]
+    files = [digest(DataFile.alone(path)).sha256 for path in named if path.is_file()]
     mark = fingerprint(head, cfg.eval, files)
     report = folder / "eval" / "report.json"
     if done.has("eval", mark, report) and measured_with(report) == plain(cfg.eval):

@@ -62,6 +62,7 @@ def test_shapes_of_a_line(tmp_path: Path):
 )
 def test_a_bad_line_is_skipped_and_counted(tmp_path: Path, row: Any, reason: str):
     found = read_prompts([written(tmp_path, {"turns": ["fine"]}, row, row)])
+    assert found.prompts[0].turns == (Turn("user", "fine"),)
     assert len(found.prompts) == 1
     ((counted, times),) = found.skipped.reasons.items()
     assert reason in counted and times == 2
@@ -81,7 +82,11 @@ def test_files_that_cannot_be_used(tmp_path: Path):
 
 
 def test_tasks_take_turns_and_a_larger_count_extends_a_smaller_one(tmp_path: Path):
-    rows = [{"id": f"{task}{i}", "task": task, "turns": ["x"]} for task in "ab" for i in range(3)]
+    rows = [
+        {"id": f"{task}{i}", "task": task, "turns": [f"{task}{i}"]}
+        for task in "ab"
+        for i in range(3)
+    ]
     prompts = read_prompts([written(tmp_path, *rows, {"id": "c0", "task": "c", "turns": ["x"]})])
     ids = [p.id for p in take(prompts.prompts, None)]
     assert ids == ["a0", "b0", "c0", "a1", "b1", "a2", "b2"]

@@ -10,10 +10,10 @@ import pytest
 from conf.schema import EvalSection
 from data.eval_prompts import EvalPrompt
 from data.records import Turn
-from eval.acceptance import NgramTable
-from eval.decode import Generation, Round
+from eval.generation import Generation, Round
 from eval.lossless import Difference
 from eval.measure import Answer, ExactRuns, PromptRuns, count, count_range
+from eval.ngram import NgramTable
 from eval.page import render_page, terminal_lines
 from eval.report import UNSEEN, DataOrigin, EvalReport, EvalSettings, to_json
 from eval.speed import SpeedReport, Timing, summarise

@@ -143,7 +143,8 @@ def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection)
     """A head that knows the verifier's own answers to ``prompts`` by heart, more or less."""
     answers = [decode(verifier, None, [ids], SETTINGS).generations[0].tokens for ids in prompts]
     samples = [cached(verifier, *pair) for pair in zip(prompts, answers, strict=True)]
-    counts = torch.bincount(torch.tensor([token for ids in answers for token in ids]), minlength=verifier.facts.vocab_size)
+    tokens = torch.tensor([token for ids in answers for token in ids])
+    counts = torch.bincount(tokens, minlength=verifier.facts.vocab_size)
     vocab = DraftVocab.from_counts(counts, draft_vocab_size(section, len(counts)))
     torch.manual_seed(0)
     draft = Eagle3Draft(DraftConfig.of(section, verifier.facts))
