@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache
 
-from conf.schema import ConfigError
-
-UNCACHED = "dummy"  # the library's word for layers that store no keys: experts alone, shared keys
+from models.branches import Branches
+from models.masks import Mask, Reach, additive, masks_of, reaches_of, sight_of
 
 
 class KVCache(Cache):
@@ -15,7 +14,8 @@ class KVCache(Cache):
 
     The library's own caches have one length a batch. Here sequence b owns rows 0..lengths[b]-1;
     a forward over T tokens writes rows lengths[b]..lengths[b]+T-1 and changes no length, so rolling
-    back is advancing by less: what lies beyond the logical length is overwritten later.
+    back is advancing by less: what lies beyond the logical length is overwritten later. Layers with
+    a window store as much as the others and see less, so that rolling back is the same there.
     Layers are allocated by the shapes the model sends, zeroed: a masked row must not hold NaN.
     """
 
@@ -28,12 +28,12 @@ class KVCache(Cache):
         dtype: torch.dtype,
     ):
         """``dtype`` is the verifier's. Raises ConfigError when this cache cannot serve it."""
-        text = config.get_text_config(decoder=True)
-        check_plain_attention(text, config, capacity)
         super().__init__(layers=[])
+        self._reaches = reaches_of(config, capacity)
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
+        text = config.get_text_config(decoder=True)
         self._additive = text._attn_implementation == "eager"  # it adds its mask to the scores
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -46,6 +46,7 @@ class KVCache(Cache):
         self._longest = max(lengths, default=0)
         self._uniform = all(n == self._longest for n in lengths)
         self.lengths = torch.tensor(lengths, dtype=torch.long, device=self.device)  # [B]
+        self._rows = torch.arange(len(lengths), device=self.device)[:, None]  # [B, 1]
 
     @property
     def batch(self) -> int:
@@ -68,8 +69,7 @@ class KVCache(Cache):
             keys[:, :, self._longest : end] = key_states
             values[:, :, self._longest : end] = value_states
         else:
-            rows = torch.arange(self.batch, device=self.device)[:, None]  # [B, 1]
-            slots = self.positions(steps)  # [B, T]
+            rows, slots = self._rows, self._slots(steps)
             keys[rows, :, slots] = key_states.transpose(1, 2)  # indexed dims lead: [B, T, Hkv, Dh]
             values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
@@ -88,9 +88,11 @@ class KVCache(Cache):
                 f"{self.capacity}; make the cache for prompt + max_new_tokens + drafts"
             )
 
-    def advance(self, counts: int | Tensor) -> None:
+    def advance(self, counts: int | list[int] | Tensor) -> None:
         """Accept ``counts`` (one number or [B]) of the rows written last."""
-        added = [counts] * self.batch if isinstance(counts, int) else counts.tolist()
+        if isinstance(counts, Tensor):
+            counts = counts.tolist()
+        added = [counts] * self.batch if isinstance(counts, int) else counts
         if len(added) != self.batch:
             raise ValueError(f"KVCache: {len(added)} counts for a batch of {self.batch}")
         lengths = [n + more for n, more in zip(self._host, added, strict=True)]
@@ -98,27 +100,61 @@ class KVCache(Cache):
             raise ValueError(f"KVCache: lengths {lengths} leave 0..capacity={self.capacity}")
         self._set_lengths(lengths)
 
-    def positions(self, steps: int) -> Tensor:
-        """[B, T] positions of the next ``steps`` tokens."""
+    def commit(self, path: Tensor, counts: list[int] | Tensor, line: bool = False) -> None:
+        """Keep the root and the first counts[b] nodes of path[b] of the rows written last.
+
+        path [B, K] holds nodes 1..M of a forward over the root and M guesses, anything from
+        counts[b] on. Their rows move up behind the root's in every layer. ``line`` says that the
+        path is 1, 2, 3... in every sequence, so that nothing moves. Counts on the host and one
+        length a batch cost no wait for the device.
+        """
+        standing = counts if isinstance(counts, list) else counts.tolist()
+        depth = max(standing, default=0)
+        if depth and not line:
+            root = self.lengths[:, None]
+            source = root + path[:, :depth]  # [B, K]: what lies beyond counts[b] is junk
+            target = root + 1 + torch.arange(depth, device=self.device)
+            for layer in (*self._keys.values(), *self._values.values()):
+                self._move(layer[: self.batch], source, target)
+        self.advance([n + 1 for n in standing])
+
+    def _move(self, layer: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy rows ``source`` [B, K] of a layer [B, Hkv, capacity, Dh] to rows ``target``."""
+        if self.batch == 1:
+            layer.index_copy_(2, target[0], layer.index_select(2, source[0]))
+        else:
+            layer[self._rows, :, target] = layer[self._rows, :, source]  # the right side is a copy
+
+    def _slots(self, steps: int) -> Tensor:
+        """[B, T] the rows that the next ``steps`` tokens take."""
         return self.lengths[:, None] + torch.arange(steps, device=self.device)
 
-    def mask(self, steps: int) -> Tensor | None:
-        """[B, 1, T, longest + T]: query i of sequence b sees keys 0..lengths[b]+i.
+    def positions(self, steps: int, branches: Branches | None = None) -> Tensor:
+        """[B, T] positions of the next ``steps`` tokens: one behind the other, or by depth."""
+        return self._slots(steps) if branches is None else self.lengths[:, None] + branches.depth
 
-        True is seen; for eager attention 0 is seen and the lowest number is not. None where the
-        library's maskless call is exact and quicker: an empty cache (causality alone, right-padded
-        rows are junk), and on an accelerator one token a sequence at equal lengths. On a CPU that
-        call is up to six times slower with grouped heads in bfloat16, and no quicker in float32.
+    def mask(self, steps: int, branches: Branches | None = None) -> Mask | None:
+        """[B, 1, T, longest + T]: query i of sequence b sees keys 0..lengths[b]+i, or its branch.
+
+        True is seen; for eager attention 0 is seen and the lowest number is not. By kind of layer
+        where some have a window or chunk that the text exceeds. None where the library's maskless
+        call is exact and quicker: an empty cache (causality alone, right-padded rows are junk),
+        and on an accelerator one token a sequence at equal lengths. On a CPU that call is up to
+        six times slower with grouped heads in bfloat16, and no quicker in float32.
         """
+        size = self._longest + steps
+        reaches = [reach if reach.limits(size) else Reach(reach.kind) for reach in self._reaches]
         one_each = steps == 1 and self._uniform and self.device.type != "cpu"
-        if self._longest == 0 or one_each:
+        if self._longest == 0 and branches is None:
             return None
-        keys = torch.arange(self._longest + steps, device=self.device)
-        seen = (keys <= self.positions(steps)[:, :, None])[:, None]  # [B, 1, T, S]
+        if one_each and not any(reach.limits(size) for reach in reaches):
+            return None
+        masks = masks_of(sight_of(self.lengths, steps, size, branches), reaches)
         if not self._additive:
-            return seen
-        hidden = torch.finfo(self.dtype).min
-        return torch.zeros_like(seen, dtype=self.dtype).masked_fill(~seen, hidden)
+            return masks
+        if isinstance(masks, Tensor):
+            return additive(masks, self.dtype)
+        return {kind: additive(mask, self.dtype) for kind, mask in masks.items()}
 
     def keep(self, rows: Tensor) -> None:
         """Go on with sequences ``rows`` [B'] (unique), in that order; the others leave.
@@ -150,33 +186,3 @@ class KVCache(Cache):
     @property
     def is_initialized(self) -> bool:
         return bool(self._keys)
-
-
-def check_plain_attention(text: PreTrainedConfig, config: PreTrainedConfig, capacity: int) -> None:
-    """Raise ConfigError unless every layer attends to all earlier tokens within ``capacity``."""
-    name = config._name_or_path or "/".join(config.architectures or [config.model_type])
-    if getattr(text, "rope_parameters", None) is None or getattr(text, "alibi", False):
-        raise ConfigError(
-            f"verifier.path={name}: its positions are not rotary; decoding with a length per "
-            "sequence needs a rotary verifier such as Llama or Qwen3"
-        )
-    attention = str(getattr(config, "_attn_implementation", None))
-    if attention.startswith("flash"):
-        raise ConfigError(
-            f"verifier.attention={attention}: takes no mask, and decoding with a length per "
-            "sequence needs one; take verifier.attention=sdpa"
-        )
-    kinds, settings = get_layer_types_and_kwargs(text)
-    for kind, setting in zip(kinds, settings, strict=True):
-        window = (
-            setting.get("sliding_window")
-            if kind.endswith(("sliding_attention", "chunked_attention"))
-            else None
-        )
-        if kind in ("full_attention", UNCACHED) or (window and capacity <= window):
-            continue
-        limit = f" of {window} tokens, and {capacity} are to be cached" if window else ""
-        raise ConfigError(
-            f"verifier.path={name}: has {kind} layers{limit}; decoding needs plain attention: "
-            "take another verifier or, for a window, shorter prompts and answers"
-        )

@@ -20,6 +20,7 @@ from models.architecture import (
     refuse_structure,
     stored_name,
 )
+from models.branches import Branches
 from models.bundled import resolve
 from models.facts import (
     VerifierFacts,
@@ -114,12 +115,15 @@ class Verifier:
         self._aux.clear()
 
     @torch.no_grad()
-    def states(self, input_ids: Tensor, cache: KVCache | None = None) -> VerifierStates:
+    def states(
+        self, input_ids: Tensor, cache: KVCache | None = None, branches: Branches | None = None
+    ) -> VerifierStates:
         """Run the backbone over ``input_ids`` [B, T].
 
         Without a cache the batch is right-padded: causality alone keeps padding out of the rows
         before it, and rows of padding are junk. With a cache the tokens continue each sequence at
-        its logical length; the caller advances the cache by what it accepts.
+        its logical length, one behind the other or as ``branches`` says; the caller advances the
+        cache by what it accepts, or commits a path.
         """
         if cache is None:
             output = self.backbone(input_ids=input_ids, use_cache=False)
@@ -127,8 +131,8 @@ class Verifier:
             steps = input_ids.shape[1]
             output = self.backbone(
                 input_ids=input_ids,
-                attention_mask=cache.mask(steps),
-                position_ids=cache.positions(steps),
+                attention_mask=cache.mask(steps, branches),
+                position_ids=cache.positions(steps, branches),
                 cache=cache,
                 use_cache=True,
             )
