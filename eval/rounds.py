@@ -1,99 +1,41 @@
-"""One round of speculative decoding: the draft proposes a chain, the verifier judges it.
+"""The judgement of a round: from the two sides' logits to what stands and what was measured."""
 
-A round knows neither transformers nor caches: it is given two sides that yield logits. The models
-are such sides (eval/decode.py), and so are the probability tables that prove the rules exact
-(eval/toy.py). Leading dimensions [...] are independent sequences.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from conf.schema import ConfigError
-from eval.verify import AcceptRule, Verdict, overlap, scatter_to_target, verify
-from models.sampling import Sampling, draw, probabilities
+from eval.propose import Proposal, top_ranks
+from eval.round_plan import RoundPlan
+from eval.tree_verify import walk_certain, walk_drawn, walk_greedy
+from eval.verify import (
+    AcceptRule,
+    Verdict,
+    accept_certain,
+    accept_drawn,
+    accept_greedy,
+    overlap,
+    scatter_to_target,
+)
+from models.sampling import Dice, Sampling, probabilities
 
-Judge = Callable[[AcceptRule, Tensor, Tensor | None, Tensor, torch.Generator], Verdict]
 PLAIN_SOFTMAX = Sampling(temperature=1.0)
-
-
-class DraftSide(Protocol):
-    """A draft that has seen the committed text up to and including the root."""
-
-    target_ids: Tensor  # [Vd] the verifier's token of each draft token
-
-    def start(self) -> Tensor:
-        """Logits [..., Vd] of the first guess."""
-        ...
-
-    def step(self, ids: Tensor) -> Tensor:
-        """Logits [..., Vd] after one more guess ``ids`` [...], a target id."""
-        ...
-
-
-class TargetSide(Protocol):
-    """A verifier whose root, the token emitted last, has no KV yet."""
-
-    def score(self, ids: Tensor) -> Tensor:
-        """Logits [..., N+1, V] after the root and after each of the guesses ``ids`` [..., N]."""
-        ...
-
-
-@dataclass(frozen=True)
-class RoundPlan:
-    """How proposals are made and judged."""
-
-    rule: AcceptRule
-    sampling: Sampling
-    measure_overlap: bool = False  # costs both softmaxes; a timed run does without
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for a pair of rule and sampling that would not be exact."""
-        if self.rule is AcceptRule.greedy and not self.sampling.greedy:
-            raise ConfigError(
-                f"rule=greedy: emits argmax tokens and temperature={self.sampling.temperature} "
-                "asks for samples; take rule=rejection or temperature=0"
-            )
-
-    @property
-    def needs_draft_probabilities(self) -> bool:
-        return self.rule is AcceptRule.rejection or self.measure_overlap
-
-
-@dataclass(frozen=True)
-class Proposal:
-    ids: Tensor  # [..., N] target ids
-    logits: Tensor | None  # [..., N, Vd], where the plan has a use for them
+RANKS = 10  # ranks told apart of the verifier's token among the draft's
 
 
 @dataclass(frozen=True)
 class Outcome:
     verdict: Verdict
-    overlap: Tensor | None  # [..., N] sum of min(target, draft) at each proposal
+    overlap: Tensor | None  # [..., N] sum of min(target, draft) at each guess of a chain
+    ranks: Tensor | None  # [..., N] rank 0..9 of the verifier's argmax there, or -1
 
 
-def propose(draft: DraftSide, count: int, plan: RoundPlan, generator: torch.Generator) -> Proposal:
-    """Let the draft guess ``count`` >= 1 tokens, each on top of its own guesses before.
+@dataclass(frozen=True)
+class Distributions:
+    """What a rule compares."""
 
-    ``rejection`` draws from the draft's distribution under the same sampling as the target's; the
-    other rules take the draft's argmax.
-    """
-    logits = [draft.start()]
-    ids: list[Tensor] = []
-    while True:
-        if plan.rule is AcceptRule.rejection:
-            chosen = draw(probabilities(logits[-1], plan.sampling), generator)
-        else:
-            chosen = logits[-1].argmax(-1)
-        ids.append(draft.target_ids[chosen])
-        if len(ids) == count:
-            break
-        logits.append(draft.step(ids[-1]))
-    kept = torch.stack(logits, -2) if plan.needs_draft_probabilities else None
-    return Proposal(torch.stack(ids, -1), kept)
+    target: Tensor  # [..., M+1, V] probabilities, for the rule greedy logits
+    draft: Tensor | None  # [..., P, V] on target ids, where the draft's logits were kept
 
 
 def judge_proposal(
@@ -101,24 +43,76 @@ def judge_proposal(
     target_logits: Tensor,
     draft_target_ids: Tensor,
     plan: RoundPlan,
-    generator: torch.Generator,
-    judge: Judge = verify,
+    dice: Dice,
+    counts: Tensor | None = None,
 ) -> Outcome:
-    """Turn logits [..., N+1, V] into the distributions that ``plan`` needs, and apply its rule."""
-    vocab_size = target_logits.shape[-1]
+    """Turn logits [..., M+1, V] into the distributions that ``plan`` needs, and apply its rule.
 
-    def on_target_ids(sampling: Sampling) -> Tensor:
-        assert proposal.logits is not None
-        spread = probabilities(proposal.logits, sampling)
-        return scatter_to_target(spread, draft_target_ids, vocab_size)
+    Only the first ``counts`` [...] levels of a sequence may stand; None: all.
+    """
+    seen = distributions(proposal, target_logits, draft_target_ids, plan)
+    verdict = verify(plan.rule, seen.target, seen.draft, proposal, dice, counts)
+    if not plan.measures(proposal.shape):
+        return Outcome(verdict, None, None)
+    if plan.sampling.greedy:
+        # At temperature 0 both would be one-hot and say no more than the acceptance does.
+        warm = RoundPlan(AcceptRule.rejection, PLAIN_SOFTMAX)
+        seen = distributions(proposal, target_logits, draft_target_ids, warm)
+    assert seen.draft is not None
+    shared = overlap(seen.target[..., :-1, :], seen.draft)
+    return Outcome(verdict, shared, ranks_of(proposal, target_logits, draft_target_ids))
 
-    greedy = plan.rule is AcceptRule.greedy
-    target = target_logits if greedy else probabilities(target_logits, plan.sampling)
-    draft = None if greedy or proposal.logits is None else on_target_ids(plan.sampling)
-    verdict = judge(plan.rule, target, draft, proposal.ids, generator)
-    if not plan.measure_overlap:
-        return Outcome(verdict, None)
-    # At temperature 0 both would be one-hot and say no more than the acceptance does.
-    shape = PLAIN_SOFTMAX if plan.sampling.greedy else plan.sampling
-    both = probabilities(target_logits[..., :-1, :], shape), on_target_ids(shape)
-    return Outcome(verdict, overlap(*both))
+
+def distributions(
+    proposal: Proposal, target_logits: Tensor, draft_target_ids: Tensor, plan: RoundPlan
+) -> Distributions:
+    """Both sides after the same temperature and filters."""
+    if plan.rule is AcceptRule.greedy:
+        return Distributions(target_logits, None)
+    target = probabilities(target_logits, plan.sampling)
+    if proposal.logits is None:
+        return Distributions(target, None)
+    draft = probabilities(proposal.logits, plan.sampling)
+    return Distributions(target, scatter_to_target(draft, draft_target_ids, target.shape[-1]))
+
+
+def verify(
+    rule: AcceptRule,
+    target: Tensor,
+    draft: Tensor | None,
+    proposal: Proposal,
+    dice: Dice,
+    counts: Tensor | None = None,
+) -> Verdict:
+    """Judge a proposal by ``rule``.
+
+    ``target`` [..., M+1, V] are probabilities (logits do for ``greedy``); ``draft`` [..., P, V] are
+    those the guesses were drawn from, on target ids, and only the rules for draws read them. Raises
+    ValueError when those get none.
+    """
+    ids, chain = proposal.ids, proposal.shape.is_chain
+    if rule is AcceptRule.greedy:
+        return (
+            accept_greedy(target, ids, counts) if chain else walk_greedy(target, proposal, counts)
+        )
+    if rule is AcceptRule.argmax_draft:
+        return accept_certain(target, ids, dice, counts)
+    if rule is AcceptRule.tree_one_hot:
+        return walk_certain(target, proposal, dice, counts)
+    if draft is None:
+        raise ValueError(
+            f"rule={rule.value}: needs the draft's probabilities; draw proposals from the draft, "
+            "or take argmax_draft or tree_one_hot for proposals without a distribution"
+        )
+    if rule is AcceptRule.rejection:
+        return accept_drawn(target, draft, ids, dice, counts)
+    return walk_drawn(target, draft, proposal, dice, counts)
+
+
+def ranks_of(proposal: Proposal, target_logits: Tensor, draft_target_ids: Tensor) -> Tensor:
+    """[..., N]: where the verifier's argmax stands among a chain's draft tokens, -1 beyond."""
+    assert proposal.logits is not None
+    best = target_logits[..., :-1, :].argmax(-1)  # [..., N]
+    guesses = draft_target_ids[top_ranks(proposal.logits, RANKS)]  # [..., N, 10]
+    hit = guesses == best[..., None]
+    return torch.where(hit.any(-1), hit.long().argmax(-1), -1)

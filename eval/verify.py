@@ -1,10 +1,10 @@
-"""The accept rules of speculative decoding alone: pure functions on tensors, no model.
+"""The accept rules, and those for chains: pure functions on tensors, no model.
 
-A round proposes N tokens; the verifier's distributions after the root and after each of them are
-rows 0..N of ``target``. Every rule returns how many proposals stand and the verifier's own next
-token, distributed exactly as the verifier alone would emit them. Leading dimensions [...] are
+A round proposes a chain of N tokens; the verifier's distributions after the root and after each of
+them are rows 0..N of ``target``. Every rule returns how many proposals stand and the verifier's own
+next token, distributed exactly as the verifier alone would emit them. Leading dimensions [...] are
 independent sequences. Sources: Leviathan et al. (2211.17192, algorithm 1) for ``rejection``; a
-proposal without a distribution is one that has probability 1.
+proposal without a distribution is one that has probability 1. Trees are in eval/tree_verify.py.
 """
 
 from dataclasses import dataclass
@@ -14,70 +14,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.sampling import draw
+from models.sampling import Dice, draw_at
 
 
 class AcceptRule(Enum):
-    greedy = "greedy"  # the verifier's argmax or nothing
+    greedy = "greedy"  # the verifier's argmax or nothing; chains and trees
     argmax_draft = "argmax_draft"  # the draft's argmax, accepted with its target probability
     rejection = "rejection"  # a draw of the draft, accepted with min(1, target/draft)
+    tree_one_hot = "tree_one_hot"  # the draft's top ranks, in turn, each as argmax_draft
+    tree_without_replacement = "tree_without_replacement"  # distinct draws, in turn, as rejection
 
 
 @dataclass(frozen=True)
 class Verdict:
-    accepted: Tensor  # [...] int64, 0..N: leading proposals that stand
+    accepted: Tensor  # [...] int64: guesses that stand, one a level
     token: Tensor  # [...] int64: what the verifier emits after them
+    path: Tensor  # [..., depth] int64: nodes 1..M that stand, in order; 0 from ``accepted`` on
 
 
-def verify(
-    rule: AcceptRule, target: Tensor, draft: Tensor | None, ids: Tensor, generator: torch.Generator
-) -> Verdict:
-    """Judge proposals ``ids`` [..., N] by ``rule``.
+def accept_greedy(target: Tensor, ids: Tensor, counts: Tensor | None = None) -> Verdict:
+    """Proposals ``ids`` [..., N] stand while each is the argmax of its row of [..., N+1, V].
 
-    ``target`` [..., N+1, V] are probabilities (logits do for ``greedy``); ``draft`` [..., N, V] are
-    the probabilities the proposals were drawn from, on target ids, and only ``rejection`` reads
-    them. Raises ValueError when it gets none.
+    Logits do as well as probabilities. No more than ``counts`` [...] of a sequence stand.
     """
-    if rule is AcceptRule.greedy:
-        return accept_greedy(target, ids)
-    if rule is AcceptRule.argmax_draft:
-        return accept_certain(target, ids, generator)
-    if draft is None:
-        raise ValueError(
-            "rule=rejection: needs the draft's probabilities; draw proposals from the draft, or "
-            "take rule=argmax_draft for proposals without a distribution"
-        )
-    return accept_drawn(target, draft, ids, generator)
-
-
-def accept_greedy(target: Tensor, ids: Tensor) -> Verdict:
-    """Proposals stand while each is the argmax of its row of ``target`` [..., N+1, V]."""
     best = target.argmax(-1)  # [..., N+1]
-    accepted = leading(best[..., :-1] == ids)
-    return Verdict(accepted, best.gather(-1, accepted[..., None]).squeeze(-1))
+    accepted = leading(best[..., :-1] == ids, counts)
+    return on_chain(accepted, best.gather(-1, accepted[..., None]).squeeze(-1), ids)
 
 
-def accept_certain(target: Tensor, ids: Tensor, generator: torch.Generator) -> Verdict:
+def accept_certain(
+    target: Tensor, ids: Tensor, dice: Dice, counts: Tensor | None = None
+) -> Verdict:
     """Proposals that had probability 1 (a draft's argmax, an n-gram's guess).
 
     min(1, target/1) is the token's own target probability; the residual is the target without it.
     """
-    accepted = leading(uniform_like(ids, generator) < of_ids(target, ids))
+    accepted = leading(dice.roll(ids.shape[-1]) < of_ids(target, ids), counts)
     ruled_out = target.new_zeros(*ids.shape, target.shape[-1])  # [..., N, V]
     ruled_out.scatter_(-1, ids[..., None], 1.0)
-    return Verdict(accepted, draw_after(target, ruled_out, accepted, generator))
+    return on_chain(accepted, draw_after(target, ruled_out, accepted, dice, counts), ids)
 
 
-def accept_drawn(target: Tensor, draft: Tensor, ids: Tensor, generator: torch.Generator) -> Verdict:
+def accept_drawn(
+    target: Tensor, draft: Tensor, ids: Tensor, dice: Dice, counts: Tensor | None = None
+) -> Verdict:
     """Proposals drawn from ``draft`` [..., N, V]: u < target/draft, written without a division."""
-    draft_of_id = of_ids(draft, ids)
-    accepted = leading(uniform_like(ids, generator) * draft_of_id < of_ids(target, ids))
-    return Verdict(accepted, draw_after(target, draft, accepted, generator))
+    rolls = dice.roll(ids.shape[-1])
+    accepted = leading(rolls * of_ids(draft, ids) < of_ids(target, ids), counts)
+    return on_chain(accepted, draw_after(target, draft, accepted, dice, counts), ids)
 
 
-def leading(stands: Tensor) -> Tensor:
-    """[..., N] bool -> [...] how many are true before the first that is not."""
+def leading(stands: Tensor, counts: Tensor | None = None) -> Tensor:
+    """[..., N] bool -> [...] how many are true before the first that is not, ``counts`` at most."""
+    if counts is not None:
+        stands = stands & (torch.arange(stands.shape[-1], device=stands.device) < counts[..., None])
     return stands.long().cumprod(-1).sum(-1)
+
+
+def on_chain(accepted: Tensor, token: Tensor, ids: Tensor) -> Verdict:
+    """In a chain the nodes that stand are 1, 2, ... up to ``accepted``."""
+    nodes = torch.arange(1, ids.shape[-1] + 1, device=ids.device)
+    return Verdict(accepted, token, torch.where(nodes <= accepted[..., None], nodes, 0))
 
 
 def of_ids(probabilities: Tensor, ids: Tensor) -> Tensor:
@@ -86,29 +83,33 @@ def of_ids(probabilities: Tensor, ids: Tensor) -> Tensor:
     return rows.gather(-1, ids[..., None]).squeeze(-1).double()
 
 
-def uniform_like(ids: Tensor, generator: torch.Generator) -> Tensor:
-    """fp64 in [0, 1): 53 random bits, so that rare tokens are accepted as rarely as they should."""
-    uniform = torch.rand(
-        ids.shape, dtype=torch.float64, device=generator.device, generator=generator
-    )
-    return uniform.to(ids.device)
-
-
 def draw_after(
-    target: Tensor, draft: Tensor, accepted: Tensor, generator: torch.Generator
+    target: Tensor, draft: Tensor, accepted: Tensor, dice: Dice, counts: Tensor | None = None
 ) -> Tensor:
     """Draw the token after ``accepted`` proposals from (target - draft)+ of that row, [...].
 
-    After the last proposal nothing is ruled out: a row of zeros makes the bonus token the same
-    case. A residual of 0 means target = draft; no rejection happens there but by rounding, and the
-    draw is from the target itself.
+    Where no proposal was rejected, after the last or after ``counts``, nothing is ruled out: a row
+    of zeros makes the bonus token the same case. A residual of 0 means target = draft; no rejection
+    happens there but by rounding, and the draw is from the target itself.
     """
-    row = accepted[..., None, None].expand(*accepted.shape, 1, target.shape[-1])
-    wanted = target.gather(-2, row).squeeze(-2).double()  # [..., V]
-    taken = F.pad(draft, (0, 0, 0, 1)).gather(-2, row).squeeze(-2).double()
+    wanted = row_of(target, accepted).double()  # [..., V]
+    taken = row_of(F.pad(draft, (0, 0, 0, 1)), accepted).double()
+    if counts is not None:
+        taken = taken * (accepted < counts)[..., None]
     residual = (wanted - taken).clamp_min_(0)
+    return draw_left(residual, wanted, dice)
+
+
+def row_of(rows: Tensor, index: Tensor) -> Tensor:
+    """[..., R, V] and [...] -> row ``index`` of each sequence, [..., V]."""
+    where = index[..., None, None].expand(*index.shape, 1, rows.shape[-1])
+    return rows.gather(-2, where).squeeze(-2)
+
+
+def draw_left(residual: Tensor, wanted: Tensor, dice: Dice) -> Tensor:
+    """Draw [...] from ``residual`` [..., V], of any sum, or from ``wanted`` where it is 0."""
     empty = residual.sum(-1, keepdim=True) == 0
-    return draw(torch.where(empty, wanted, residual), generator)
+    return draw_at(torch.where(empty, wanted, residual), dice.roll())
 
 
 def scatter_to_target(draft: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:

@@ -14,16 +14,20 @@ HEAD = 256  # sorted first for top-p: sorting a whole vocabulary a row costs mor
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, then the filter by mass."""
+    """Temperature, then the filters in this order, as the library's generate applies them."""
 
-    temperature: float = 0.0  # 0: greedy, the filter is ignored
+    temperature: float = 0.0  # 0: greedy, the filters are ignored
+    top_k: int = 0  # keep so many of the likeliest tokens, and those that equal the last; 0: off
     top_p: float = 1.0  # keep the fewest likeliest tokens that hold this mass; 1: off
+    min_p: float = 0.0  # keep tokens at least so likely, relative to the likeliest; 0: off
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value outside its range."""
         checks = (
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0; 0 is greedy"),
+            ("top_k", self.top_k >= 0, "at least 0; 0 is off"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1; 1 is off"),
+            ("min_p", 0 <= self.min_p <= 1, "at least 0 and at most 1; 0 is off"),
         )
         for name, fine, rule in checks:
             if not fine:
@@ -35,7 +39,7 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[..., V] logits -> [..., V] float32 distribution after temperature and filter, sum 1.
+    """[..., V] logits -> [..., V] float32 distribution after temperature and filters, sum 1.
 
     Tokens at -inf or NaN have probability 0; of several at +inf each has the same. Temperature 0
     is the one-hot of the first largest logit. Raises JobError when a row has no usable token.
@@ -54,9 +58,15 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         )
     shifted = torch.where(wide == top, 0.0, wide - top)  # inf - inf is NaN, and those are the top
     scores = shifted / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        last = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < last, -torch.inf)
     probs = scores.softmax(dim=-1)
     if sampling.top_p < 1:
         probs = _nucleus(probs, sampling.top_p)
+    if sampling.min_p > 0:
+        least = sampling.min_p * probs.amax(dim=-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0.0)
     return (probs / probs.sum(dim=-1, keepdim=True)).float()
 
 
@@ -115,13 +125,6 @@ class OwnDice:
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with sequences ``rows``, in that order."""
         self.generators = [self.generators[row] for row in rows]
-
-
-def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
-    """[..., V] distributions -> [...] token ids, one uniform number of ``generator`` each."""
-    shape = probs.shape[:-1]
-    uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
-    return draw_at(probs, uniform.to(probs.device))
 
 
 def draw_at(probs: Tensor, uniform: Tensor) -> Tensor:
