@@ -202,10 +202,7 @@ def propose_by_confidence(draft: DraftSide, shape: DynamicShape) -> Proposal:
             logits = draft.step(ids[-1].gather(-1, best), best // width)
     pool = torch.cat(scores, -1)
     kept = top_ranks(pool, shape.nodes).sort(-1).values  # [..., M]: parents first, then by rank
-    renumbered = torch.zeros_like(pool, dtype=torch.long)
-    renumbered.scatter_(
-        -1, kept, torch.arange(1, shape.nodes + 1, device=kept.device).expand_as(kept)
-    )
-    above = torch.cat(parents, -1).gather(-1, kept)
-    renumbered = torch.cat([torch.zeros_like(renumbered[..., :1]), renumbered], -1)
-    return Proposal(torch.cat(ids, -1).gather(-1, kept), renumbered.gather(-1, above), shape)
+    above = torch.cat(parents, -1).gather(-1, kept)  # numbers in the pool, from 1; 0 the root
+    # A kept node's new number is how many of the kept come before it, itself included.
+    renumbered = torch.searchsorted(kept, above - 1, right=True)
+    return Proposal(torch.cat(ids, -1).gather(-1, kept), renumbered, shape)

@@ -1,6 +1,5 @@
 """The judgement of a round: from the two sides' logits to what stands and what was measured."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,6 @@ from eval.verify import (
 )
 from models.sampling import Dice, Sampling, probabilities
 
-Judge = Callable[[AcceptRule, Tensor, Tensor | None, Proposal, Dice, Tensor | None], Verdict]
 PLAIN_SOFTMAX = Sampling(temperature=1.0)
 RANKS = 10  # ranks told apart of the verifier's token among the draft's
 
@@ -32,6 +30,14 @@ class Outcome:
     ranks: Tensor | None  # [..., N] rank 0..9 of the verifier's argmax there, or -1
 
 
+@dataclass(frozen=True)
+class Distributions:
+    """What a rule compares."""
+
+    target: Tensor  # [..., M+1, V] probabilities, for the rule greedy logits
+    draft: Tensor | None  # [..., P, V] on target ids, where the draft's logits were kept
+
+
 def judge_proposal(
     proposal: Proposal,
     target_logits: Tensor,
@@ -39,30 +45,35 @@ def judge_proposal(
     plan: RoundPlan,
     dice: Dice,
     counts: Tensor | None = None,
-    judge: Judge | None = None,
 ) -> Outcome:
     """Turn logits [..., M+1, V] into the distributions that ``plan`` needs, and apply its rule.
 
-    Only the first ``counts`` [...] levels of a sequence may stand; None: all. ``judge`` replaces
-    ``verify`` in tests of wrong rules.
+    Only the first ``counts`` [...] levels of a sequence may stand; None: all.
     """
-    vocab_size = target_logits.shape[-1]
-
-    def on_target_ids(sampling: Sampling) -> Tensor:
-        assert proposal.logits is not None
-        spread = probabilities(proposal.logits, sampling)
-        return scatter_to_target(spread, draft_target_ids, vocab_size)
-
-    greedy = plan.rule is AcceptRule.greedy
-    target = target_logits if greedy else probabilities(target_logits, plan.sampling)
-    draft = None if greedy or proposal.logits is None else on_target_ids(plan.sampling)
-    verdict = (judge or verify)(plan.rule, target, draft, proposal, dice, counts)
+    seen = distributions(proposal, target_logits, draft_target_ids, plan)
+    verdict = verify(plan.rule, seen.target, seen.draft, proposal, dice, counts)
     if not plan.measures(proposal.shape):
         return Outcome(verdict, None, None)
-    # At temperature 0 both would be one-hot and say no more than the acceptance does.
-    shape = PLAIN_SOFTMAX if plan.sampling.greedy else plan.sampling
-    both = probabilities(target_logits[..., :-1, :], shape), on_target_ids(shape)
-    return Outcome(verdict, overlap(*both), ranks_of(proposal, target_logits, draft_target_ids))
+    if plan.sampling.greedy:
+        # At temperature 0 both would be one-hot and say no more than the acceptance does.
+        warm = RoundPlan(AcceptRule.rejection, PLAIN_SOFTMAX)
+        seen = distributions(proposal, target_logits, draft_target_ids, warm)
+    assert seen.draft is not None
+    shared = overlap(seen.target[..., :-1, :], seen.draft)
+    return Outcome(verdict, shared, ranks_of(proposal, target_logits, draft_target_ids))
+
+
+def distributions(
+    proposal: Proposal, target_logits: Tensor, draft_target_ids: Tensor, plan: RoundPlan
+) -> Distributions:
+    """Both sides after the same temperature and filters."""
+    if plan.rule is AcceptRule.greedy:
+        return Distributions(target_logits, None)
+    target = probabilities(target_logits, plan.sampling)
+    if proposal.logits is None:
+        return Distributions(target, None)
+    draft = probabilities(proposal.logits, plan.sampling)
+    return Distributions(target, scatter_to_target(draft, draft_target_ids, target.shape[-1]))
 
 
 def verify(
