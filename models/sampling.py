@@ -126,6 +126,12 @@ class OwnDice:
         """Go on with sequences ``rows``, in that order."""
         self.generators = [self.generators[row] for row in rows]
 
+    def only(self, rows: Sequence[int]) -> "OwnDice":
+        """The dice of some of the sequences; the others' numbers stay as they are."""
+        chosen = OwnDice((), self.device)
+        chosen.generators = [self.generators[row] for row in rows]
+        return chosen
+
 
 def draw_at(probs: Tensor, uniform: Tensor) -> Tensor:
     """The token at which each cumulative distribution [..., V] passes ``uniform`` [...] in [0, 1).
