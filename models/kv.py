@@ -74,19 +74,16 @@ class KVCache(Cache):
         Further arguments are the library's and concern other caches.
         """
         steps = key_states.shape[2]
+        end = self.capacity if self.fixed else self._longest + steps
         keys = self._store(self._keys, layer_idx, key_states)
         values = self._store(self._values, layer_idx, value_states)
         if self._uniform and not self.fixed:
-            end = self._longest + steps
             keys[:, :, self._longest : end] = key_states
             values[:, :, self._longest : end] = value_states
         else:
             rows, slots = self._rows, self._slots(steps)
             keys[rows, :, slots] = key_states.transpose(1, 2)  # indexed dims lead: [B, T, Hkv, Dh]
             values[rows, :, slots] = value_states.transpose(1, 2)
-        if self.fixed:
-            return keys, values
-        end = self._longest + steps
         return keys[:, :, :end], values[:, :, :end]
 
     def _store(self, layers: dict[int, Tensor], layer_idx: int, like: Tensor) -> Tensor:
@@ -166,7 +163,8 @@ class KVCache(Cache):
         reaches = [reach if reach.limits(size) else Reach(reach.kind) for reach in self._reaches]
         if branches is None and not self.fixed:
             one_each = steps == 1 and self._uniform and self.device.type != "cpu"
-            if self._longest == 0 or (one_each and reaches == [Reach(r.kind) for r in reaches]):
+            limited = any(reach.limits(size) for reach in reaches)
+            if self._longest == 0 or (one_each and not limited):
                 return None
         masks = masks_of(sight_of(self.lengths, steps, size, branches), reaches)
         if not self._additive:
