@@ -17,6 +17,11 @@ class KVCache(Cache):
     back is advancing by less: what lies beyond the logical length is overwritten later. Layers with
     a window store as much as the others and see less, so that rolling back is the same there.
     Layers are allocated by the shapes the model sends, zeroed: a masked row must not hold NaN.
+
+    ``fixed`` gives every step of T tokens the same shapes and no number of the host: it writes by
+    ``lengths`` on the device, which then stay in one place, and returns the whole capacity under a
+    mask. That is what a CUDA graph or a compiled step needs, until ``keep`` changes the batch; it
+    costs attention over the whole capacity. May be set after a growing prefill.
     """
 
     def __init__(
@@ -26,6 +31,7 @@ class KVCache(Cache):
         capacity: int,
         device: torch.device,
         dtype: torch.dtype,
+        fixed: bool = False,
     ):
         """``dtype`` is the verifier's. Raises ConfigError when this cache cannot serve it."""
         super().__init__(layers=[])
@@ -38,6 +44,9 @@ class KVCache(Cache):
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._batch = batch
+        self.fixed = fixed
+        self._rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
         self._set_lengths([0] * batch)
 
     def _set_lengths(self, lengths: list[int]) -> None:
@@ -45,8 +54,13 @@ class KVCache(Cache):
         self._host = lengths
         self._longest = max(lengths, default=0)
         self._uniform = all(n == self._longest for n in lengths)
-        self.lengths = torch.tensor(lengths, dtype=torch.long, device=self.device)  # [B]
-        self._rows = torch.arange(len(lengths), device=self.device)[:, None]  # [B, 1]
+        known = torch.tensor(lengths, dtype=torch.long, device=self.device)
+        if len(lengths) != len(self._rows):
+            self._rows = torch.arange(len(lengths), device=self.device)[:, None]
+        elif self.fixed:
+            self.lengths.copy_(known)  # a recorded step reads them where they are
+            return
+        self.lengths = known
 
     @property
     def batch(self) -> int:
@@ -55,17 +69,15 @@ class KVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kw: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [B, Hkv, T, Dh] at each sequence's length; views up to the longest end.
+        """Write [B, Hkv, T, Dh] at each sequence's length; views up to the longest end, or all.
 
-        Further arguments are the library's and concern other caches. Raises ValueError when the
-        rows do not fit.
+        Further arguments are the library's and concern other caches.
         """
         steps = key_states.shape[2]
-        self._check_room(steps)
-        end = self._longest + steps
+        end = self.capacity if self.fixed else self._longest + steps
         keys = self._store(self._keys, layer_idx, key_states)
         values = self._store(self._values, layer_idx, value_states)
-        if self._uniform:
+        if self._uniform and not self.fixed:
             keys[:, :, self._longest : end] = key_states
             values[:, :, self._longest : end] = value_states
         else:
@@ -130,7 +142,11 @@ class KVCache(Cache):
         return self.lengths[:, None] + torch.arange(steps, device=self.device)
 
     def positions(self, steps: int, branches: Branches | None = None) -> Tensor:
-        """[B, T] positions of the next ``steps`` tokens: one behind the other, or by depth."""
+        """[B, T] positions of the next ``steps`` tokens: one behind the other, or by depth.
+
+        Raises ValueError when their rows do not fit.
+        """
+        self._check_room(steps)
         return self._slots(steps) if branches is None else self.lengths[:, None] + branches.depth
 
     def mask(self, steps: int, branches: Branches | None = None) -> Mask | None:
@@ -140,15 +156,16 @@ class KVCache(Cache):
         where some have a window or chunk that the text exceeds. None where the library's maskless
         call is exact and quicker: an empty cache (causality alone, right-padded rows are junk),
         and on an accelerator one token a sequence at equal lengths. On a CPU that call is up to
-        six times slower with grouped heads in bfloat16, and no quicker in float32.
+        six times slower with grouped heads in bfloat16, and no quicker in float32. A fixed cache
+        masks its whole capacity [B, 1, T, capacity], always.
         """
-        size = self._longest + steps
+        size = self.capacity if self.fixed else self._longest + steps
         reaches = [reach if reach.limits(size) else Reach(reach.kind) for reach in self._reaches]
-        one_each = steps == 1 and self._uniform and self.device.type != "cpu"
-        if self._longest == 0 and branches is None:
-            return None
-        if one_each and not any(reach.limits(size) for reach in reaches):
-            return None
+        if branches is None and not self.fixed:
+            one_each = steps == 1 and self._uniform and self.device.type != "cpu"
+            limited = any(reach.limits(size) for reach in reaches)
+            if self._longest == 0 or (one_each and not limited):
+                return None
         masks = masks_of(sight_of(self.lengths, steps, size, branches), reaches)
         if not self._additive:
             return masks
@@ -181,7 +198,7 @@ class KVCache(Cache):
         return self.capacity
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._longest + query_length, 0
+        return self.capacity if self.fixed else self._longest + query_length, 0
 
     @property
     def is_initialized(self) -> bool:

@@ -1,21 +1,21 @@
 """The cache gives what an uncached forward gives, whatever was rolled back before."""
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
-    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3NextConfig,
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from conf.schema import ConfigError
+from models.branches import Branches
 from models.kv import KVCache
 
 VOCAB = 128
@@ -43,13 +43,15 @@ def cache_for(model: PreTrainedModel, batch: int, capacity: int = 40) -> KVCache
     return KVCache(model.config, batch, capacity, CPU, model.dtype)
 
 
-def cached(model: PreTrainedModel, ids: Tensor, cache: KVCache) -> Tensor:
+def cached(
+    model: PreTrainedModel, ids: Tensor, cache: KVCache, branches: Branches | None = None
+) -> Tensor:
     """Logits [B, T, V] of ``ids`` after what the cache holds."""
     steps = ids.shape[1]
     return model(
         input_ids=ids,
-        attention_mask=cache.mask(steps),
-        position_ids=cache.positions(steps),
+        attention_mask=cache.mask(steps, branches),
+        position_ids=cache.positions(steps, branches),
         cache=cache,
         use_cache=True,
     ).logits
@@ -229,11 +231,147 @@ def test_limits_are_named():
     assert cache.lengths.tolist() == [5, 5]
 
 
-def test_refuses_what_it_cannot_cache_exactly():
-    def make(config: object, capacity: int = 64) -> KVCache:
-        return KVCache(config, 1, capacity, CPU, torch.float32)  # pyright: ignore
+# ---- padding and long prompts ----------------------------------------------------------------
 
-    with pytest.raises(ConfigError, match="has linear_attention layers;"):
-        make(Qwen3NextConfig(**SIZES))
-    with pytest.raises(ConfigError, match="not rotary"):
-        make(GPT2Config())
+
+def hidden(model: PreTrainedModel, ids: Tensor, cache: KVCache | None = None) -> list[Tensor]:
+    """The states after every layer and the logits, each [B, T, *]."""
+    steps = ids.shape[1]
+    placed = (
+        {"attention_mask": cache.mask(steps), "position_ids": cache.positions(steps)}
+        if cache is not None
+        else {}
+    )
+    out = model(
+        input_ids=ids, cache=cache, use_cache=cache is not None, output_hidden_states=True, **placed
+    )
+    return [*out.hidden_states, out.logits]
+
+
+def largest_gap(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(
+        float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("padding", [0, 1, 7, 64])
+def test_padding_on_the_right_changes_nothing(padding: int):
+    """States and logits of a prompt, and of the step after it, with and without a cache."""
+    model = llama(torch.float32)
+    prompt, more = text(1, 11), text(1, 3, seed=2)
+    wanted, after = hidden(model, prompt), hidden(model, torch.cat([prompt, more], 1))
+    padded = torch.cat([prompt, text(1, padding, seed=3)], 1)
+    bare = [rows[:, :11] for rows in hidden(model, padded)]
+    assert largest_gap(bare, wanted) < 1e-4
+    cache = cache_for(model, 1, capacity=90)
+    prefill = [rows[:, :11] for rows in hidden(model, padded, cache)]
+    assert largest_gap(prefill, wanted) < 1e-4
+    cache.advance(11)
+    assert largest_gap(hidden(model, more, cache), [rows[:, 11:] for rows in after]) < 1e-4
+
+
+def test_a_ragged_batch_is_never_padded_on_the_left():
+    """Sequences start at row and position 0 and end where they end; the left would move them."""
+    model = llama(torch.float32)
+    lengths, ids, more = [11, 4], text(2, 11), text(2, 1, seed=2)
+    cache = cache_for(model, 2)
+    hidden(model, ids, cache)
+    cache.advance(lengths)
+    assert cache.positions(1).tolist() == [[11], [4]]
+    found = hidden(model, more, cache)
+    for row, length in enumerate(lengths):
+        alone = hidden(model, torch.cat([ids[row, :length], more[row]])[None])
+        assert largest_gap([x[row, -1] for x in found], [x[0, -1] for x in alone]) < 1e-4
+    left = hidden(model, torch.cat([text(1, 7, seed=3), ids[1:, :4]], 1))
+    alone = hidden(model, ids[1:, :4])
+    assert largest_gap([x[:, -1] for x in left], [x[:, -1] for x in alone]) > 1e-2
+
+
+def test_prompts_of_700_and_2500_tokens():
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(False)
+    lengths, ids = [700, 2500], text(2, 2508)
+    wanted = full(model, ids)
+    cache = cache_for(model, 2, capacity=2508)
+    prefill = cached(model, ids[:, :2500], cache)
+    cache.advance(lengths)
+    for steps in (1, 7):
+        at = cache.lengths.tolist()
+        got = cached(model, torch.stack([ids[b, n : n + steps] for b, n in enumerate(at)]), cache)
+        for b, n in enumerate(at):
+            assert_same(prefill[b, : lengths[b]], wanted[b, : lengths[b]])
+            assert_same(got[b], wanted[b, n : n + steps])
+        cache.advance(steps)
+
+
+# ---- fixed shapes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("late", [False, True])
+def test_fixed_equals_growing(late: bool, attention: str):
+    """From the start, or set after the prefill; ragged, through trees, and after one leaves."""
+    model = llama(torch.float32, attention)
+    lengths, ids = [5, 9, 1], text(3, 9)
+    grows = cache_for(model, 3)
+    fixed = KVCache(model.config, 3, 40, CPU, model.dtype, fixed=not late)
+    assert_same(cached(model, ids, fixed), cached(model, ids, grows))
+    fixed.fixed = True
+    place = None
+    for seed in range(3):
+        for cache in (grows, fixed):
+            cache.advance(lengths if seed == 0 else 1)
+        assert place is None or fixed.lengths.data_ptr() == place  # advanced in place
+        place = fixed.lengths.data_ptr()
+        parents = torch.tensor([[0, 0, 1], [0, 1, 2], [0, 0, 0]])
+        forks, tokens = Branches.of_parents(parents), text(3, 4, seed=seed)
+        assert_same(cached(model, tokens, fixed, forks), cached(model, tokens, grows, forks))
+        for cache in (grows, fixed):
+            cache.commit(torch.tensor([[1, 3], [1, 2], [3, 0]]), [2, 1, 1])
+        more = text(3, 1, seed=seed + 5)
+        assert_same(cached(model, more, fixed), cached(model, more, grows))
+    for cache in (grows, fixed):
+        cache.keep(torch.tensor([2, 0]))
+    assert fixed.lengths.tolist() == grows.lengths.tolist()
+    assert_same(cached(model, text(2, 2), fixed), cached(model, text(2, 2), grows))
+    with pytest.raises(ValueError, match="exceed capacity=40"):
+        cached(model, text(2, 30), fixed)
+
+
+def recorded(model: PreTrainedModel, steps: int, cache: KVCache) -> Callable[[Tensor], Tensor]:
+    """The tensor operations of one step, as a CUDA graph keeps them: numbers are frozen in."""
+    seen = text(cache.batch, steps, seed=8)
+    return make_fx(lambda ids: cached(model, ids, cache))(seen)
+
+
+def test_a_fixed_step_can_be_replayed():
+    """What was recorded at other lengths holds: no number of the host is in it."""
+    model = llama(torch.float32)
+    grows, fixed = cache_for(model, 2), KVCache(model.config, 2, 40, CPU, model.dtype, fixed=True)
+    ids = text(2, 9)
+    for cache in (grows, fixed):
+        cached(model, ids, cache)
+        cache.advance([9, 4])
+    step = recorded(model, 2, fixed)
+    for seed, counts in enumerate(([2, 1], [1, 1], [2, 2])):
+        tokens = text(2, 2, seed=seed)
+        assert_same(step(tokens), cached(model, tokens, grows))
+        for cache in (grows, fixed):
+            cache.advance(counts)
+
+
+def test_a_growing_step_cannot():
+    """The control of the recording: it keeps the rows and the sizes that it was made with."""
+    model = llama(torch.float32)
+    cache, other = cache_for(model, 1), cache_for(model, 1)
+    for one in (cache, other):
+        cached(model, text(1, 9), one)
+        one.advance(9)
+    step = recorded(model, 1, cache)
+    for one in (cache, other):
+        cached(model, text(1, 3, seed=2), one)
+        one.advance(3)
+    wanted = cached(model, text(1, 1), other)
+    assert float((step(text(1, 1)) - wanted).abs().max()) > 1e-2
