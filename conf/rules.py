@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
+from conf.eval_rules import evaluation, evaluation_inputs
 from conf.schema import (
     FULL,
     AnswerBackend,
@@ -34,10 +35,24 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
 
     ``running``: the stages whose input files must be there.
     """
-    for rules in (positive_numbers, shares, choices, data_and_vocabulary, combinations, answers):
+    for rules in (
+        positive_numbers,
+        shares,
+        choices,
+        data_and_vocabulary,
+        combinations,
+        answers,
+        evaluation,
+    ):
         for message in rules(cfg):
             raise ConfigError(message)
-    for rules in (flash_for_capture_alone, enough_packs, places, state_backends):
+    for rules in (
+        flash_for_capture_alone,
+        enough_packs,
+        places,
+        state_backends,
+        evaluation_inputs,
+    ):
         for message in rules(cfg, running):
             raise ConfigError(message)
     return cfg
@@ -71,6 +86,8 @@ AT_LEAST_ONE = {  # knob: a value that works
     "eval.n_draft": "4",
     "eval.valid_depth": "5",
     "eval.bootstrap": "2000",
+    "eval.batch": "1",
+    "eval.repeats": "1",
 }
 ABOVE_ZERO = {
     "optim.lr": "1e-4",
@@ -152,8 +169,6 @@ def choices(cfg: RunConfig) -> Iterator[str]:
         )
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
         yield f"optim.betas={list(cfg.optim.betas)}: two numbers in [0, 1); try [0.9,0.95]"
-    if not cfg.eval.n_sweep or min(cfg.eval.n_sweep) < 1:
-        yield f"eval.n_sweep={list(cfg.eval.n_sweep)}: chain lengths from 1; try [1,2,3,4,5]"
 
 
 def data_and_vocabulary(cfg: RunConfig) -> Iterator[str]:

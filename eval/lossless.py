@@ -134,19 +134,20 @@ def describe_greedy(report: LosslessReport) -> list[str]:
 
 def describe_toy(results: Sequence[ToyResult]) -> list[str]:
     """A table: one line a case, with what was expected of it."""
-    row = "{:14} {:13} {:18} {:>10} {:>9}  {}"
+    row = "{:24} {:8} {:8} {:12} {:25} {:>10} {:>8}  {}"
+    names = ("rule", "shape", "draft", "sampling", "control", "smallest p", "bound", "result")
     lines = [
         "sampled, toy tables: chi-square of 1-, 2-, 3-token blocks against exact probabilities",
-        row.format("rule", "sampling", "control", "smallest p", "bound", "result"),
+        row.format(*names),
     ]
     for result in results:
         case = result.case
-        sampling = f"T={case.sampling.temperature:g} p={case.sampling.top_p:g}"
         control = case.control.value if case.control else "-"
         verdict = "exact" if result.exact else "biased"
         surprise = "" if result.as_expected else "  UNEXPECTED"
         p, bound = f"{result.smallest_p:.1e}", f"{result.bound:.1e}"
-        lines.append(row.format(case.rule.value, sampling, control, p, bound, verdict + surprise))
+        words = (case.rule.value, case.shape_kind, case.vocabulary, case.filters, control, p, bound)
+        lines.append(row.format(*words, verdict + surprise))
     return lines
 
 

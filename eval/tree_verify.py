@@ -7,6 +7,7 @@ drawn from. Sources: EAGLE's evaluate_posterior for ``tree_one_hot``; SpecInfer 
 EAGLE-1 for draws, here without replacement. Exact: tests/eval/test_tree_verify.py enumerates.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -123,12 +124,18 @@ class Left:
         )
 
 
+ChildJudge = Callable[[Left, Tensor, Tensor], tuple[Tensor, Left]]
+
+
 def normalised(values: Tensor, mass: Tensor) -> Tensor:
     return values / torch.where(mass > 0, mass, 1.0)[..., None]
 
 
-def walk(tree: Tree, dice: Dice, counts: Tensor | None) -> Verdict:
-    """Rolls a number a guess and one for the verifier's token, whatever comes out."""
+def walk(tree: Tree, dice: Dice, counts: Tensor | None, judge: ChildJudge = Left.judge) -> Verdict:
+    """Rolls a number a guess and one for the verifier's token, whatever comes out.
+
+    ``judge`` is another in tests of wrong rules.
+    """
     proposal = tree.proposal
     children = children_of(proposal.parents)  # [..., M+1, W]
     uniform = dice.roll(proposal.ids.shape[-1])  # [..., M]
@@ -146,7 +153,7 @@ def walk(tree: Tree, dice: Dice, counts: Tensor | None) -> Verdict:
                 break
             guess = (child - 1).clamp_min(0)[..., None]
             token = proposal.ids.gather(-1, guess).squeeze(-1)
-            stands, after = left.judge(token, uniform.gather(-1, guess).squeeze(-1))
+            stands, after = judge(left, token, uniform.gather(-1, guess).squeeze(-1))
             left = after.where(tested & ~stands, left)
             node = torch.where(tested & stands, child, node)
             waiting = waiting & ~(tested & stands)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conf.schema import ConfigError
 from models.kv import KVCache
-from models.sampling import Sampling, draw_at, probabilities
+from models.sampling import OwnDice, Sampling, draw_at, probabilities
 from models.verifier import Verifier
 
 
@@ -45,28 +45,25 @@ class _Live:
         self.index = list(range(len(requests)))
         self.ids: list[list[int]] = [[] for _ in requests]
         self.sampling = [request.sampling for request in requests]
-        self.generators = [torch.Generator().manual_seed(r.seed) for r in requests]
-        self.device = device
+        self.dice = OwnDice([request.seed for request in requests], device)
 
     def choose(self, logits: Tensor) -> list[int]:
         """[B, V] -> the next token of each sequence; sequences of equal sampling go together."""
         tokens = logits.argmax(dim=-1)  # [B]
+        uniform = self.dice.roll()  # [B]
         for sampling in set(self.sampling):
             if sampling.greedy:
                 continue
             rows = [i for i, own in enumerate(self.sampling) if own == sampling]
-            uniform = torch.stack(
-                [torch.rand((), generator=self.generators[i], dtype=torch.float64) for i in rows]
-            ).to(self.device)
-            where = torch.tensor(rows, device=self.device)
-            tokens[where] = draw_at(probabilities(logits[where], sampling), uniform)
+            where = torch.tensor(rows, device=tokens.device)
+            tokens[where] = draw_at(probabilities(logits[where], sampling), uniform[where])
         return tokens.tolist()
 
     def keep(self, order: list[int]) -> None:
         self.index = [self.index[i] for i in order]
         self.ids = [self.ids[i] for i in order]
         self.sampling = [self.sampling[i] for i in order]
-        self.generators = [self.generators[i] for i in order]
+        self.dice.keep(order)
 
 
 def generate(
