@@ -66,16 +66,15 @@ def compare_prompts(
     formulas: Sequence[Formula], a: Prompts, b: Prompts, how: Resampling
 ) -> list[Compared]:
     """Every formula over the prompts both have; over each one's own where they share none."""
-    shared = [key for key in a.keys if key in set(b.keys)]
+    known = set(b.keys)
+    shared = [key for key in a.keys if key in known]
     if shared:
         a, b = a.take(shared), b.take(shared)
     if not a.keys or not b.keys:
         return []
-    generator = np.random.default_rng(how.seed)
-    drawn_a = draw(a.rows, generator.integers(len(a.keys), size=(how.resamples, len(a.keys))))
-    if shared:
-        generator = np.random.default_rng(how.seed)  # the same draws
-    drawn_b = draw(b.rows, generator.integers(len(b.keys), size=(how.resamples, len(b.keys))))
+    other_seed = how.seed if shared else how.seed + 1
+    drawn_a = draw(a.rows, how.resamples, how.seed)
+    drawn_b = draw(b.rows, how.resamples, other_seed)
     found = []
     for formula in formulas:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -102,11 +101,11 @@ def compare_prompts(
     return found
 
 
-def draw(rows: Sums, picks: NDArray[np.int64]) -> Sums:
-    """rows [P, C], picks [R, P] -> sums [R, C]; counts of picks, so that memory stays R x P."""
-    counts = np.zeros((len(picks), len(rows)))
-    np.add.at(counts, (np.arange(len(picks))[:, None], picks), 1)
-    return counts @ rows
+def draw(rows: Sums, resamples: int, seed: int) -> Sums:
+    """Sums [R, C] of resamples of rows [P, C]; equal seeds draw the same places."""
+    count = len(rows)
+    picks = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), resamples)
+    return picks @ rows
 
 
 def quantiles(values: NDArray[np.float64]) -> Interval:
