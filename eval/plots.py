@@ -139,3 +139,29 @@ def save(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DPI)
     write_atomically(path, image.getvalue())
+
+
+@dataclass(frozen=True)
+class Labels:
+    title: str
+    x: str
+    y: str
+
+
+def draw_curves(
+    path: Path, labels: Labels, curves: Sequence[Curve], marks: Sequence[int] = ()
+) -> None:
+    """Curves over whole numbers; ``marks``: of each curve the place on the x axis to ring."""
+    figure, axes = blank(labels.title, labels.x, labels.y)
+    for number, curve in enumerate(curves):
+        line(axes, curve, number)
+    for number, place in enumerate(marks):
+        curve = curves[number]
+        places = curve.at or list(range(1, len(curve.values) + 1))
+        colour = SERIES[number % len(SERIES)]
+        height = curve.values[places.index(place)]
+        axes.plot(place, height, "o", markersize=13, fillstyle="none", color=colour)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=10, loc="best")
+    save(figure, path)

@@ -9,10 +9,28 @@ import heapq
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from conf.shapes import StaticShape, parse_paths
 
 RankHits = Sequence[Sequence[float]]  # [depth][rank]
+BRANCHY = "2x2x2"
+
+
+@dataclass(frozen=True)
+class Head:
+    """An invented draft: how often the verifier's token is its rank-r guess, at every depth."""
+
+    name: str
+    rank_hits: tuple[float, ...]
+
+
+HEADS = (
+    Head("weak", (0.55, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015)),
+    Head("middle", (0.70, 0.12, 0.05, 0.03, 0.02)),
+    Head("strong", (0.80, 0.09, 0.035, 0.02, 0.01)),
+    Head("very strong", (0.90, 0.05, 0.015, 0.01, 0.005)),
+)
 
 
 def same_at_every_depth(hits: Sequence[float], depth: int) -> list[list[float]]:
@@ -48,16 +66,16 @@ def best_tree(rank_hits: RankHits, nodes: int, depth: int) -> StaticShape:
     without a node.
     """
     paths: list[list[int]] = []
-    frontier = [(-rank_hits[0][0], 1, [0])] if rank_hits and rank_hits[0] and depth else []
+    frontier = [(-rank_hits[0][0], 1.0, [0])] if rank_hits and rank_hits[0] and depth else []
     while frontier and len(paths) < nodes:
-        chance, level, path = heapq.heappop(frontier)
+        chance, before, path = heapq.heappop(frontier)  # heaps keep the smallest first: -chance
         paths.append(path)
-        hits, rank = rank_hits[level - 1], path[-1]
-        if rank + 1 < len(hits) and hits[rank]:
-            sibling = chance / hits[rank] * hits[rank + 1]
-            heapq.heappush(frontier, (sibling, level, [*path[:-1], rank + 1]))
+        level, rank = len(path), path[-1]
+        hits = rank_hits[level - 1]
+        if rank + 1 < len(hits):
+            heapq.heappush(frontier, (-before * hits[rank + 1], before, [*path[:-1], rank + 1]))
         if level < min(depth, len(rank_hits)) and rank_hits[level]:
-            heapq.heappush(frontier, (chance * rank_hits[level][0], level + 1, [*path, 0]))
+            heapq.heappush(frontier, (chance * rank_hits[level][0], -chance, [*path, 0]))
     if not paths:
         raise ValueError(f"best_tree: no guess fits nodes={nodes}, depth={depth}")
     return parse_paths(json.dumps(paths, separators=(",", ":")), "best_tree")
