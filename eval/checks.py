@@ -63,7 +63,7 @@ def allowed(check: Check) -> str:
         return f"at least {figure(check.low)}"
     if math.isinf(check.low):
         return f"at most {figure(check.high)}"
-    if check.high - check.low <= 2 * ROUNDING:
+    if check.high - check.low <= 2.001 * ROUNDING:
         return "this"
     return f"{figure(check.low)} to {figure(check.high)}"
 

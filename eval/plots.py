@@ -149,18 +149,16 @@ class Labels:
 
 
 def draw_curves(
-    path: Path, labels: Labels, curves: Sequence[Curve], marks: Sequence[int] = ()
+    path: Path, labels: Labels, curves: Sequence[Curve], rings: Sequence[Curve] = ()
 ) -> None:
-    """Curves over whole numbers; ``marks``: of each curve the place on the x axis to ring."""
+    """Curves over whole numbers; ``rings[i]`` are places marked in the colour of ``curves[i]``."""
     figure, axes = blank(labels.title, labels.x, labels.y)
     for number, curve in enumerate(curves):
         line(axes, curve, number)
-    for number, place in enumerate(marks):
-        curve = curves[number]
-        places = curve.at or list(range(1, len(curve.values) + 1))
+    for number, ring in enumerate(rings):
         colour = SERIES[number % len(SERIES)]
-        height = curve.values[places.index(place)]
-        axes.plot(place, height, "o", markersize=13, fillstyle="none", color=colour)
+        at, values = ring.at or [], list(ring.values)
+        axes.plot(at, values, "o", markersize=13, fillstyle="none", color=colour)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=10, loc="best")

@@ -2,7 +2,7 @@
 
     python -m eval.simulate [--seed 0] [--draws 50000] [--plots DIR] [--json FILE]
 
-With right code one run in about 300 finds a figure off, as chance has it; another seed then does not.
+With right code chance puts a figure off in one run of about 300; another seed then has it right.
 """
 
 import argparse
@@ -28,20 +28,17 @@ class Request:
 
 
 def draw_all(folder: Path, seed: int, draws: int) -> None:
-    """Tokens a call of the three drafts, drawn and by the formula."""
+    """Tokens a call of the three drafts: the formula's curves, and what was drawn as rings."""
     curves: list[Curve] = []
+    rings: list[Curve] = []
     for number, noise in enumerate(NOISES):
         checks = [off_the_formula(number, n, seed, draws) for n in LENGTHS]
         alpha = acceptance(TARGET, perturb(TARGET, noise))
-        curves += [
-            Curve(f"α {alpha:.3f}, drawn", [c.found for c in checks], None, list(LENGTHS)),
-            Curve(f"α {alpha:.3f}, E", [c.expected for c in checks], None, list(LENGTHS)),
-        ]
-    draw_curves(
-        folder / "simulated_tokens.png",
-        Labels("Tokens a verifier call, drawn and expected", "guesses a call, N", "tokens"),
-        curves,
-    )
+        lengths = list(LENGTHS)
+        curves.append(Curve(f"α {alpha:.3f}", [one.expected for one in checks], None, lengths))
+        rings.append(Curve("", [one.found for one in checks], None, lengths))
+    labels = Labels("Tokens a verifier call, the rings drawn", "guesses a call, N", "tokens")
+    draw_curves(folder / "simulated_tokens.png", labels, curves, rings)
 
 
 def parse(argv: list[str] | None) -> Request:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from conf.runtime import progress
 from conf.shapes import StaticShape, chain, parse_shape
-from eval.candidates import EXACT, Rule, enumerate_rule, random_pair
 from eval.checks import Check, above, below, drawn, exactly, share
 from eval.chi_square import against_exact, against_noisy, of_two_samples, quantile, tail
+from eval.enumeration import EXACT, Rule, enumerate_rule, random_pair
 from eval.perturbed import NOISES, TARGET, acceptance, divergence, perturb
 from eval.rollback import rollback_checks, rollback_lines, two_rounds
 from eval.table_rounds import (

@@ -10,10 +10,17 @@ draft, ``verify_cost`` for each guess that the verifier's forward takes besides.
 the speed-up: Leviathan et al., 2211.17192, equation 1 and theorem 3.8.
 """
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
+from conf.compose import sentence_on_error
+from eval.parser import Parser
+
+LONGEST = 10_000  # chain that the command computes
 MAX_N = 199  # the longest chain that a search looks at
 BAND = 0.01  # of the best speed-up: lengths that lose less than this are as good
 
@@ -74,6 +81,14 @@ def time_per_token(tokens: float, n: int, c: float, verify_cost: float = 0.0) ->
     return round_cost(n, n, c, verify_cost) / tokens
 
 
+def operations(alpha: float, n: int, draft_operations: float = 0.0) -> float:
+    """Arithmetic a token over plain decoding's, ``draft_operations`` of the verifier's a guess.
+
+    Source: Leviathan et al., theorem 3.11.
+    """
+    return (n * draft_operations + n + 1) / expected_tokens(alpha, n)
+
+
 def best_n(tokens: Sequence[float], c: float, verify_cost: float = 0.0) -> Best:
     """Search the chains of 0, 1, 2, ... guesses, which yield ``tokens[n]`` a call.
 
@@ -97,3 +112,91 @@ def best_n_of_survival(survival: Sequence[float], c: float, verify_cost: float =
     """``best_n`` among the depths that were measured."""
     depths = range(len(survival) + 1)
     return best_n([expected_tokens_of_survival(survival, n) for n in depths], c, verify_cost)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; empty lists: the tables over all of them."""
+
+    alphas: list[float]
+    costs: list[float]  # c
+    survival: list[float]  # measured, in place of ``alphas``
+    report: Path | None  # takes survival and costs from a report.json
+    verify_cost: float | None
+    max_n: int
+    plots: Path | None
+    json: Path | None
+
+
+def parse(argv: list[str] | None) -> Request:
+    parser = Parser(
+        prog="python -m eval.theory",
+        description="Tokens a verifier call, time a token and the best number of guesses. Without "
+        "arguments: the tables over α and c, trees, and the checks. Exit code 1 when one is off.",
+    )
+    draft = parser.add_mutually_exclusive_group()
+    draft.add_argument("--alpha", type=float, nargs="+", default=[], help="chance of each guess")
+    draft.add_argument(
+        "--survival", type=float, nargs="+", default=[], metavar="S", help="measured, by depth"
+    )
+    draft.add_argument("--report", type=Path, metavar="FILE", help="report.json of eval.main")
+    parser.add_argument(
+        "--c", type=float, nargs="+", default=[], help="draft forward / plain verifier step"
+    )
+    parser.add_argument(
+        "--verify-cost", type=float, metavar="W", help="plain steps a verified guess; default 0"
+    )
+    parser.add_argument(
+        "--max-n", type=int, default=MAX_N, help=f"longest chain to look at, default {MAX_N}"
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG plots there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    words = parser.parse_args(argv)
+    wrong = first_fault(words)
+    if wrong:
+        parser.error(wrong)
+    return Request(
+        words.alpha,
+        words.c,
+        words.survival,
+        words.report,
+        words.verify_cost,
+        words.max_n,
+        words.plots,
+        words.json,
+    )
+
+
+def first_fault(words: argparse.Namespace) -> str | None:
+    """The first value that means nothing, in a sentence."""
+    for alpha in words.alpha:
+        if not 0 <= alpha <= 1:
+            return f"--alpha={alpha}: a chance is from 0 to 1; try 0.8"
+    falling = [1.0, *words.survival]
+    for before, after in pairwise(falling):
+        if not 0 <= after <= before:
+            return f"--survival={after}: shares of all rounds, from 0 to 1, fall with depth"
+    for cost in words.c:
+        if not 0 <= cost < math.inf:
+            return f"--c={cost}: a cost is 0 or more; try 0.05"
+    if words.verify_cost is not None and not 0 <= words.verify_cost < math.inf:
+        return f"--verify-cost={words.verify_cost}: a cost is 0 or more; try 0.01"
+    if not 1 <= words.max_n <= LONGEST:
+        return f"--max-n={words.max_n}: must be 1 to {LONGEST}"
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what was asked for; 0 unless a check is off."""
+    request = parse(argv)
+    from eval.theory_page import print_drafts, print_tables  # with matplotlib, half a second
+
+    if request.alphas or request.survival or request.report:
+        print_drafts(request)
+        return 0
+    return print_tables(request)
+
+
+if __name__ == "__main__":
+    with sentence_on_error():
+        raise SystemExit(main())

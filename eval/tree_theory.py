@@ -2,7 +2,7 @@
 
 ``rank_hits[d][r]`` is how often the verifier's token at depth d+1 is the draft's rank-r guess,
 given that the node before stands. A node stands when its whole path does, so with rates that do not
-depend on the path its chance is their product (Medusa, 2401.10774, section 2.3.3).
+depend on the path its chance is their product (as Medusa, 2401.10774, builds its trees).
 """
 
 import heapq
