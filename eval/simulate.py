@@ -34,7 +34,7 @@ def draw_all(folder: Path, seed: int, draws: int) -> None:
     for number, noise in enumerate(NOISES):
         checks = [off_the_formula(number, n, seed, draws) for n in LENGTHS]
         alpha = acceptance(TARGET, perturb(TARGET, noise))
-        lengths = list(LENGTHS)
+        lengths: list[int] = [*LENGTHS]
         curves.append(Curve(f"α {alpha:.3f}", [one.expected for one in checks], None, lengths))
         rings.append(Curve("", [one.found for one in checks], None, lengths))
     labels = Labels("Tokens a verifier call, the rings drawn", "guesses a call, N", "tokens")

@@ -205,12 +205,11 @@ def several_guesses() -> Simulation:
     """Exact enumeration, three random pairs over six tokens."""
     checks: list[Check] = []
     lines: list[str] = []
+    pairs = [random_pair(number) for number in range(3)]
     for rule in Rule:
         rates: list[str] = []
         for k in (1, 2, 3):
-            results = [
-                (enumerate_rule(rule, *pair, k), pair[0]) for pair in map(random_pair, range(3))
-            ]
+            results = [(enumerate_rule(rule, pair[0], pair[1], k), pair[0]) for pair in pairs]
             far = [emitted.distance(target) for emitted, target in results]
             rates.append(f"{results[-1][0].accepted:.3f}")
             if rule in EXACT:

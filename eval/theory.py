@@ -123,7 +123,7 @@ class Request:
     survival: list[float]  # measured, in place of ``alphas``
     report: Path | None  # takes survival and costs from a report.json
     verify_cost: float | None
-    max_n: int
+    max_n: int | None  # None: MAX_N, or as deep as measured
     plots: Path | None
     json: Path | None
 
@@ -147,7 +147,7 @@ def parse(argv: list[str] | None) -> Request:
         "--verify-cost", type=float, metavar="W", help="plain steps a verified guess; default 0"
     )
     parser.add_argument(
-        "--max-n", type=int, default=MAX_N, help=f"longest chain to look at, default {MAX_N}"
+        "--max-n", type=int, help=f"longest chain; default {MAX_N}, or as deep as measured"
     )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNG plots there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
@@ -181,7 +181,7 @@ def first_fault(words: argparse.Namespace) -> str | None:
             return f"--c={cost}: a cost is 0 or more; try 0.05"
     if words.verify_cost is not None and not 0 <= words.verify_cost < math.inf:
         return f"--verify-cost={words.verify_cost}: a cost is 0 or more; try 0.01"
-    if not 1 <= words.max_n <= LONGEST:
+    if words.max_n is not None and not 1 <= words.max_n <= LONGEST:
         return f"--max-n={words.max_n}: must be 1 to {LONGEST}"
     return None
 

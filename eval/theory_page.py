@@ -55,10 +55,11 @@ def print_tables(request: Request) -> int:
     """Everything that does not depend on a draft; 1 when a check is off."""
     verify_cost = request.verify_cost or 0.0
     costs = request.costs or COSTS
+    max_n = request.max_n or MAX_N
     checks = [*arithmetic_checks(), *chain_checks()]
     comparisons = [compare_heads(budget) for budget in BUDGETS]
     parts = (
-        best_lines(ALPHAS, costs, verify_cost, request.max_n),
+        best_lines(ALPHAS, costs, verify_cost, max_n),
         ["Tokens a verifier call", *grid(FEW_ALPHAS, lambda a, n: expected_tokens(a, n))],
         [
             f"Time a token, c = {C:g}",
@@ -76,10 +77,10 @@ def print_tables(request: Request) -> int:
     if off:
         say(f"\noff: {'; '.join(off)}")
     if request.plots:
-        draw_tables(request.plots, costs, verify_cost, request.max_n)
+        draw_tables(request.plots, costs, verify_cost, max_n)
     if request.json:
         best = [
-            {"alpha": a, "c": c, "best": best_n_of_alpha(a, c, verify_cost, request.max_n)}
+            {"alpha": a, "c": c, "best": best_n_of_alpha(a, c, verify_cost, max_n)}
             for a in ALPHAS
             for c in costs
         ]
@@ -114,16 +115,16 @@ def of_alpha(alpha: float, c: float, verify_cost: float, max_n: int) -> Draft:
     return Draft(f"α {alpha:g}, c {c:g}", tokens, c, verify_cost, max_n)
 
 
-def of_survival(survival: list[float], c: float, verify_cost: float, max_n: int) -> Draft:
+def of_survival(survival: list[float], c: float, verify_cost: float, max_n: int | None) -> Draft:
     """To ``max_n`` where the command names one, else as deep as measured."""
-    depth = len(survival) if max_n == MAX_N else max_n
+    depth = len(survival) if max_n is None else max_n
     curve = continued(survival, depth)
     tokens = [expected_tokens_of_survival(curve, n) for n in range(depth + 1)]
     return Draft(f"measured survival, c {c:.3g}", tokens, c, verify_cost, len(survival))
 
 
-def of_report(request: Request) -> Draft:
-    """Survival, c and the cost of verifying from a report; the options override the costs.
+def of_report(request: Request, c: float | None) -> Draft:
+    """Survival, costs and speed-ups from a report; ``c`` and --verify-cost stand above its own.
 
     Costs are lines through what was measured of each N, d = N·c and v = 1 + N·w. Raises ConfigError
     for a file that is no report.
@@ -134,7 +135,7 @@ def of_report(request: Request) -> Draft:
         found = json.loads(path.read_text())
         survival = [float(value) for value in found["survival_by_depth"] if value is not None]
         runs = {int(n): one for n, one in found["by_n"].items()}
-        c = slope({n: float(one["d"]) for n, one in runs.items()})
+        measured_c = slope({n: float(one["d"]) for n, one in runs.items()})
         verify_cost = max(0.0, slope({n: float(one["v"]) - 1 for n, one in runs.items()}))
         speedups = {n: float(one["speedup_decode"]) for n, one in runs.items()}
     except OSError as error:
@@ -146,7 +147,7 @@ def of_report(request: Request) -> Draft:
         ) from error
     if not survival:
         raise ConfigError(f"--report={path}: no round in it; measure with python -m eval.main")
-    c = request.costs[0] if request.costs else c
+    c = measured_c if c is None else c
     verify_cost = verify_cost if request.verify_cost is None else request.verify_cost
     draft = of_survival(survival, c, verify_cost, request.max_n)
     name = f"{path}: c {c:.3g}, {verify_cost:.3g} a verified guess"
@@ -163,17 +164,17 @@ def slope(points: dict[int, float]) -> float:
 def print_drafts(request: Request) -> None:
     """The drafts of the command line: one at every N, several as the table of the best."""
     verify_cost = request.verify_cost or 0.0
-    costs = request.costs or ([0.05] if request.survival else list(COSTS))
-    if len(request.alphas) > 1 or (request.alphas and len(costs) > 1):
-        for text in best_lines(request.alphas, costs, verify_cost, request.max_n):
-            say(text)
     if request.report:
-        drafts = [of_report(request)]
+        drafts = [of_report(request, c) for c in request.costs or [None]]
     elif request.survival:
+        costs = request.costs or [0.05]
         drafts = [of_survival(request.survival, c, verify_cost, request.max_n) for c in costs]
     else:
-        pairs = [(alpha, c) for alpha in request.alphas for c in costs]
-        drafts = [of_alpha(alpha, c, verify_cost, request.max_n) for alpha, c in pairs]
+        costs, max_n = request.costs or list(COSTS), request.max_n or MAX_N
+        drafts = [of_alpha(a, c, verify_cost, max_n) for a in request.alphas for c in costs]
+        if len(drafts) > 1:
+            for text in best_lines(request.alphas, costs, verify_cost, max_n):
+                say(text)
     if len(drafts) == 1 or not request.alphas:
         for draft in drafts:
             for text in draft_lines(draft):
