@@ -264,3 +264,27 @@ def save(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DPI)
     write_atomically(path, image.getvalue())
+
+
+@dataclass(frozen=True)
+class Labels:
+    title: str
+    x: str
+    y: str
+
+
+def draw_curves(
+    path: Path, labels: Labels, curves: Sequence[Curve], rings: Sequence[Curve] = ()
+) -> None:
+    """Curves over whole numbers; ``rings[i]`` are places marked in the colour of ``curves[i]``."""
+    figure, axes = blank(labels.title, labels.x, labels.y)
+    for number, curve in enumerate(curves):
+        line(axes, curve, number)
+    for number, ring in enumerate(rings):
+        colour = SERIES[number % len(SERIES)]
+        at, values = ring.at or [], list(ring.values)
+        axes.plot(at, values, "o", markersize=13, fillstyle="none", color=colour)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=10, loc="best")
+    save(figure, path)
