@@ -78,6 +78,14 @@ class Counters:
         return ratio(self.rounds + self.accepted, self.rounds)
 
 
+@dataclass(frozen=True)
+class RankHits:
+    """How often the verifier's greedy token was the draft's rank-r guess, 0 the likeliest."""
+
+    reached: list[int]  # [depth] rounds whose rank-0 path was right up to there
+    hits: list[list[int]]  # [depth][rank], rank < 10
+
+
 def ratio(part: int, whole: int) -> float:
     return part / whole if whole else float("nan")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from conf.runtime import plain
 from conf.schema import EvalSection
-from eval.acceptance import Counters, Interval
-from eval.speed import Baselines, SpeedAtN
+from eval.acceptance import Counters, Interval, RankHits
+from eval.speed_report import Baselines, CostTable, ShapeSpeed, SpeedAtBatch, Timing
 
 UNSEEN = "unseen_patterns"  # their entry in ``tasks``
 
@@ -58,12 +58,74 @@ class GroupFigures:
 
 @dataclass(frozen=True)
 class RangeFigures:
-    """Rounds whose first draft stands at these generated positions; tokens before any cut."""
+    """Rounds whose first draft stands at these positions; tokens before any cut."""
 
     positions: str
     tau: float
     alpha: float
     counters: Counters
+
+
+@dataclass(frozen=True)
+class BeyondTraining:
+    """Acceptance at absolute positions that no training sample reached, and before them."""
+
+    first: int  # position beyond the longest training sample
+    within: Counters
+    beyond: Counters
+
+
+@dataclass(frozen=True)
+class TrainingEstimate:
+    """What training foretold, beside what was measured."""
+
+    held_out_tau: float | None  # by the walk over held-out answers, when the head was chosen
+    held_out_tau_if_independent: float | None  # from the held-out alpha, as below
+    tau: float  # measured here
+    tau_if_independent: float  # from the alpha measured here, on the same prompts as tau
+    formula: str
+
+
+@dataclass(frozen=True)
+class TemperatureFigures:
+    """Acceptance on the same prompts, answers drawn at this temperature."""
+
+    temperature: float
+    rule: str  # of acceptance
+    tau: float
+    alpha: float
+    alpha_interval: Interval
+    alpha_tv: float
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """One conversation's raw counters, all its turns together. Reports are compared by them."""
+
+    id: str
+    task: str
+    digest: str  # of the text of its turns
+    unseen: bool  # marked as an unseen pattern, so no part of the top level
+    rounds: int
+    drafted: int
+    tested: int
+    tokens: int
+    accepted_by_depth: list[int]
+    reached_by_depth: list[int]
+    overlap_sum: float  # of sum of min(target, draft), over overlap_count tested positions
+    overlap_count: int
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(
+            rounds=self.rounds,
+            drafted=self.drafted,
+            tested=self.tested,
+            accepted_by_depth=self.accepted_by_depth,
+            reached_by_depth=self.reached_by_depth,
+            tokens=self.tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -92,6 +154,7 @@ class EvalSettings:
     threads: int
     attention: str  # of the library's layers, in all loops compared
     best_n: int  # the chain length of the top level's speed figures
+    best_shape: str  # the fastest of all shapes timed at that batch size, chains and trees
 
 
 @dataclass(frozen=True)
@@ -110,6 +173,8 @@ class DataOrigin:
     held_out_tau: float | None  # by the walk over held-out answers, when the head was chosen
     supervised_tokens: int | None = None  # labels of the training samples
     verifier_agreement: float | None = None  # share of supervised tokens it would choose itself
+    held_out_alpha: float | None = None
+    held_out_depth: int | None = None  # draft tokens a round there
     trained_prompts: int = 0  # measured turns whose prompt is a training sample's, too
 
 
@@ -129,14 +194,24 @@ class EvalReport:
     speedup_end_to_end: float
     speedup_vs_generate: float
     predicted_speedup: float
-    by_n: dict[int, SpeedAtN]
-    baselines: Baselines
+    by_n: dict[int, ShapeSpeed]  # chains, at the smallest batch size timed, which is 1 by default
+    by_tree: dict[str, ShapeSpeed]  # trees, at that batch size
+    by_batch: dict[int, SpeedAtBatch]
+    costs: list[CostTable]  # one a batch size
+    baselines: Baselines  # at the smallest batch size
     lossless: Lossless
     counters: Counters
     intervals: Intervals
     tasks: dict[str, GroupFigures]
-    position_ranges: list[RangeFigures]
+    position_ranges: list[RangeFigures]  # generated positions
+    absolute_ranges: list[RangeFigures]  # positions with the prompt's tokens counted
+    beyond_training: BeyondTraining | None  # None: no round went that far
+    rank_hits: RankHits | None  # None: not recorded
+    by_temperature: list[TemperatureFigures]
+    training_estimate: TrainingEstimate
     prompts: int
+    by_prompt: list[PromptCounts]
+    timings: list[Timing]
     settings: EvalSettings
     data: DataOrigin
     provenance: dict[str, Any]

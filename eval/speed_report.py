@@ -84,6 +84,10 @@ class ShapeSpeed:
     latency: Latency
     split: TimeSplit
 
+    @property
+    def is_chain(self) -> bool:
+        return self.n == self.nodes
+
 
 @dataclass(frozen=True)
 class LibrarySpeed:
@@ -115,3 +119,30 @@ class SpeedAtBatch:
     shapes: dict[str, ShapeSpeed]  # by the name of the shape
     best: str  # the shape with the highest speedup_decode
     library: dict[str, LibrarySpeed]  # generate; assistant_model, if one is given
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One method on one batch of prompts, the median of its repeats: what speeds are made of."""
+
+    batch: int
+    method: str  # plain, generate, assistant_model, or the name of a shape
+    prompts: list[str]  # ids of the prompts side by side; a later turn is ID#2, ID#3, ...
+    digest: str  # of all their tokens
+    tokens: int  # emitted, the first ones (from prefill) included, nothing beyond an end
+    first_tokens: int  # of those, how many prefill gave: one a prompt
+    prefill_seconds: float  # both models; 0 for the library, which does not tell
+    decode_seconds: float
+    draft_seconds: float = 0.0  # part of decode_seconds
+    verify_seconds: float = 0.0  # part of decode_seconds
+    rounds: int = 0
+    accepted: int = 0  # guesses that stood, in all rounds, before any cut at the end
+
+
+@dataclass(frozen=True)
+class SpeedFigures:
+    """All that was timed."""
+
+    by_batch: dict[int, SpeedAtBatch]  # by batch size
+    costs: list[CostTable]  # one a batch size
+    timings: list[Timing]  # of the prompts that every method answered with a round

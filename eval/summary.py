@@ -1,8 +1,8 @@
-"""How the runs become the report: pooling, grouping by task and position, intervals, warnings."""
+"""How the runs become the report: pooling, grouping by task, intervals over prompts."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,16 @@ from eval.acceptance import (
     Counters,
     Interval,
     NgramTable,
+    RankHits,
     add_by_depth,
     percentile_interval,
     report_acceptance,
     total,
 )
-from eval.measure import ExactRuns, PromptRuns, count, count_floor, count_range
+from eval.cautions import list_warnings
+from eval.foretold import foretell, independent_tau
+from eval.measure import ExactRuns, PromptRuns, count, count_floor
+from eval.positions import beyond_training, by_absolute, by_generated
 from eval.report import (
     UNSEEN,
     DataOrigin,
@@ -29,54 +33,92 @@ from eval.report import (
     GroupFigures,
     Intervals,
     Lossless,
-    RangeFigures,
+    PromptCounts,
+    TemperatureFigures,
 )
-from eval.speed import SpeedReport
+from eval.speed_report import SpeedAtBatch, SpeedFigures
 
-FIRST_RANGE = 16  # generated positions; every later range is as long as all before it
 SEED = 0  # of the bootstrap
+NOTHING: list[int] = []
+LIBRARY = "generate"  # its entry in SpeedAtBatch.library
+
+
+@dataclass(frozen=True)
+class TemperatureRuns:
+    """The top level's prompts answered again, with draws."""
+
+    temperature: float
+    rule: str
+    runs: list[PromptRuns]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was run for one report."""
+
+    exact: ExactRuns
+    speed: SpeedFigures
+    table: NgramTable
+    at_temperatures: list[TemperatureRuns] = field(default_factory=list)
 
 
 def build_report(
-    exact: ExactRuns,
-    speed: SpeedReport,
-    table: NgramTable,
-    settings: EvalSettings,
-    data: DataOrigin,
-    provenance: dict[str, Any],
+    measured: Measured, settings: EvalSettings, data: DataOrigin, provenance: dict[str, Any]
 ) -> EvalReport:
     """Raises ConfigError when no prompt belongs to the top level."""
-    top, section = exact.top, settings.eval
+    exact, top, section = measured.exact, measured.exact.top, settings.eval
     by_prompt = [count(one, section.n_draft) for one in top]
     accepted = report_acceptance(by_prompt, section.bootstrap, SEED)
-    floor = floor_of(top, table, section)
-    best = speed.best
-    return EvalReport(
+    first = first_batch(measured.speed)
+    best = first.shapes[str(settings.best_n)]
+    report = EvalReport(
         tau=accepted.tau,
         alpha=accepted.alpha,
         alpha_by_depth=accepted.alpha_by_depth,
         survival_by_depth=accepted.survival_by_depth,
-        alpha_tv=mean([value for one in top for value in one.overlap]),
+        alpha_tv=mean_overlap(top),
         tau_if_independent=independent_tau(accepted.alpha, section.n_draft),
-        ngram_floor=floor,
+        ngram_floor=floor_of(top, measured.table, section),
         c=best.c,
         speedup_decode=best.speedup_decode,
         speedup_end_to_end=best.speedup_end_to_end,
-        speedup_vs_generate=speed.speedup_vs_generate,
+        speedup_vs_generate=first.library[LIBRARY].speedup,
         predicted_speedup=best.predicted_speedup,
-        by_n=speed.by_n,
-        baselines=speed.baselines,
+        by_n={one.n: one for one in first.shapes.values() if one.is_chain},
+        by_tree={name: one for name, one in first.shapes.items() if not one.is_chain},
+        by_batch=measured.speed.by_batch,
+        costs=measured.speed.costs,
+        baselines=first.baselines,
         lossless=compare(top, section.temperature),
         counters=accepted.counters,
-        intervals=gather_intervals(accepted, by_prompt, speed, section.bootstrap),
-        tasks=by_task(exact, table, section),
-        position_ranges=by_range(top, section),
+        intervals=gather_intervals(accepted, by_prompt, first, settings),
+        tasks=by_task(exact, measured.table, section),
+        position_ranges=by_generated(top, section.n_draft),
+        absolute_ranges=by_absolute(top, section.n_draft, data.longest_training_sample),
+        beyond_training=beyond_training(top, section.n_draft, data.longest_training_sample),
+        rank_hits=pool_ranks(top),
+        by_temperature=[at_temperature(one, section) for one in measured.at_temperatures],
+        training_estimate=foretell(accepted, section.n_draft, data),
         prompts=len(top),
+        by_prompt=[prompt_counts(one, section.n_draft) for one in exact.runs],
+        timings=measured.speed.timings,
         settings=settings,
         data=data,
         provenance=provenance,
-        warnings=list_warnings(exact, data, floor.tau, accepted.tau),
+        warnings=[],
     )
+    return replace(report, warnings=list_warnings(report, exact))
+
+
+def first_batch(speed: SpeedFigures) -> SpeedAtBatch:
+    """The smallest batch timed, whose speeds stand at the report's top level."""
+    return speed.by_batch[min(speed.by_batch)]
+
+
+def best_chain(speed: SpeedFigures) -> int:
+    """The length of the fastest chain at the smallest batch size."""
+    chains = [one for one in first_batch(speed).shapes.values() if one.is_chain]
+    return max(chains, key=lambda one: one.speedup_decode).n
 
 
 def by_task(exact: ExactRuns, table: NgramTable, section: EvalSection) -> dict[str, GroupFigures]:
@@ -99,7 +141,7 @@ def group(runs: Sequence[PromptRuns], table: NgramTable, section: EvalSection) -
         alpha_interval=accepted.alpha_interval,
         alpha_by_depth=accepted.alpha_by_depth,
         survival_by_depth=accepted.survival_by_depth,
-        alpha_tv=mean([value for one in runs for value in one.overlap]),
+        alpha_tv=mean_overlap(runs),
         ngram_floor_tau=floor_of(runs, table, section).tau,
         lossless=compare(runs, section.temperature),
         counters=accepted.counters,
@@ -126,30 +168,21 @@ def compare(runs: Sequence[PromptRuns], temperature: float) -> Lossless:
     return Lossless(len(runs), identical, differing, note)
 
 
-def by_range(runs: Sequence[PromptRuns], section: EvalSection) -> list[RangeFigures]:
-    """0-15, 16-31, 32-63, 64-127, ... as far as answers went."""
-    ranges: list[RangeFigures] = []
-    first, end = 0, FIRST_RANGE
-    while first < section.max_new_tokens:
-        counters = total([count_range(one, section.n_draft, first, end) for one in runs])
-        if counters.rounds:
-            name = f"{first}-{end - 1}"
-            ranges.append(RangeFigures(name, counters.tau, counters.alpha, counters))
-        first, end = end, 2 * end
-    return ranges
-
-
 def gather_intervals(
-    accepted: AcceptanceReport, by_prompt: list[Counters], speed: SpeedReport, resamples: int
+    accepted: AcceptanceReport,
+    by_prompt: list[Counters],
+    speed: SpeedAtBatch,
+    settings: EvalSettings,
 ) -> Intervals:
+    best = speed.shapes[str(settings.best_n)]
     return Intervals(
         tau=accepted.tau_interval,
         alpha=accepted.alpha_interval,
         alpha_by_depth=accepted.alpha_by_depth_intervals,
-        survival_by_depth=survival_intervals(by_prompt, resamples),
-        speedup_decode=speed.best.speedup_decode_interval,
-        speedup_end_to_end=speed.best.speedup_end_to_end_interval,
-        speedup_vs_generate=speed.speedup_vs_generate_interval,
+        survival_by_depth=survival_intervals(by_prompt, settings.eval.bootstrap),
+        speedup_decode=best.speedup_decode_interval,
+        speedup_end_to_end=best.speedup_end_to_end_interval,
+        speedup_vs_generate=speed.library[LIBRARY].speedup_interval,
     )
 
 
@@ -162,41 +195,55 @@ def survival_intervals(by_prompt: list[Counters], resamples: int) -> list[Interv
     return [percentile_interval(accepted[:, k][draws].sum(1), drawn) for k in range(depth)]
 
 
-def independent_tau(alpha: float, n: int) -> float:
-    """Expected tokens a round if every guess stood with probability alpha, whatever came before."""
-    return n + 1.0 if alpha == 1 else (1 - alpha ** (n + 1)) / (1 - alpha)
-
-
-def mean(values: list[float]) -> float:
+def mean_overlap(runs: Sequence[PromptRuns]) -> float:
+    values = [value for one in runs for value in one.overlap]
     return sum(values) / len(values) if values else float("nan")
 
 
-def list_warnings(exact: ExactRuns, data: DataOrigin, floor: float, tau: float) -> list[str]:
-    """What a reader must know before using the figures."""
-    found = [f"user turns not answered: {n} ({why})" for why, n in exact.skipped.items()]
-    found += [f"prompt lines skipped: {n} ({why})" for why, n in data.prompts_skipped.items()]
-    trained = data.longest_training_sample
-    longer = sum(answer.length > trained for one in exact.runs for answer in one.answers)
-    if longer:
-        found.append(
-            f"{longer} answers reach beyond {trained} tokens, the longest training sample; heads "
-            "are often accepted less there (see the position ranges)"
-        )
-    if data.trained_prompts:
-        found.append(
-            f"{data.trained_prompts} measured prompts are training prompts, too: the figures are "
-            "better than on new ones; give eval.prompts that were never trained on"
-        )
-    if tau <= floor:
-        found.append(
-            f"the head's τ ({tau:.3f}) does not clear the n-gram floor ({floor:.3f}): it has "
-            "learnt no more than the training answers' phrases"
-        )
-    return found
+def at_temperature(one: TemperatureRuns, section: EvalSection) -> TemperatureFigures:
+    by_prompt = [count(runs, section.n_draft) for runs in one.runs]
+    accepted = report_acceptance(by_prompt, section.bootstrap, SEED)
+    return TemperatureFigures(
+        temperature=one.temperature,
+        rule=one.rule,
+        tau=accepted.tau,
+        alpha=accepted.alpha,
+        alpha_interval=accepted.alpha_interval,
+        alpha_tv=mean_overlap(one.runs),
+        counters=accepted.counters,
+    )
 
 
-def read_held_out_tau(draft_folder: Path) -> float | None:
-    """The head's τ on the held-out answers, if training left it beside the weights."""
-    path = draft_folder / "acceptance.json"
-    tau = json.loads(path.read_text())["tau"] if path.is_file() else None
-    return None if tau is None else float(tau)  # null: no held-out answer had a round
+def pool_ranks(runs: Sequence[PromptRuns]) -> RankHits | None:
+    """Of all answers together; None where none was recorded."""
+    found = [a.speculative.ranks for one in runs for a in one.answers]
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+    reached: list[int] = []
+    hits: list[list[int]] = []
+    for one in known:
+        reached = add_by_depth(reached, one.reached)
+        hits = [
+            add_by_depth(mine, theirs)
+            for mine, theirs in zip_longest(hits, one.hits, fillvalue=NOTHING)
+        ]
+    return RankHits(reached, hits)
+
+
+def prompt_counts(runs: PromptRuns, n_draft: int) -> PromptCounts:
+    counters, overlap = count(runs, n_draft), runs.overlap
+    return PromptCounts(
+        id=runs.prompt.id,
+        task=runs.prompt.task,
+        digest=runs.prompt.digest,
+        unseen=runs.prompt.seen is False,
+        rounds=counters.rounds,
+        drafted=counters.drafted,
+        tested=counters.tested,
+        tokens=counters.tokens,
+        accepted_by_depth=counters.accepted_by_depth,
+        reached_by_depth=counters.reached_by_depth,
+        overlap_sum=sum(overlap),
+        overlap_count=len(overlap),
+    )
