@@ -1,0 +1,196 @@
+"""The advice: what to serve, how, and when to stop, as one record with its arithmetic."""
+
+from dataclasses import dataclass, replace
+
+from eval.candidates import Candidate, Chains, weigh_chains, weigh_trees
+from eval.choice import Choice, choose
+from eval.evidence import Evidence, evidence_of_figures, evidence_of_report
+from eval.families import FamilyAdvice, choose_family, family_of_report
+from eval.heat import PAYS, Gate, gate_of
+from eval.question import Figures, Question, check_figures, check_question
+from eval.report import EvalReport
+from eval.request_time import RequestTime, request_time
+from eval.rollback_plan import FORBIDDEN, plan_of
+from eval.serving import Place, Serving, plain_line, serve, version_of, why_not
+from eval.telemetry import Signal, signals
+from eval.theory import continued
+
+SHOWN_TREES = 3
+
+
+@dataclass(frozen=True)
+class AtBatch:
+    """What would be picked at another batch size."""
+
+    batch: int
+    chain: Candidate
+    tree: Candidate | None  # the best, whatever the stack can do
+
+
+@dataclass(frozen=True)
+class Advice:
+    verdict: str  # on, off
+    reason: str  # a sentence
+    question: Question
+    temperature: float
+    rule: str  # of acceptance
+    acceptance: str  # where it is from
+    family: FamilyAdvice
+    pick: Candidate
+    expected: float  # decode speed-up
+    overhead: float  # of the loop, by which untimed predictions are cut
+    why: list[str]
+    around: list[Candidate]  # three chain lengths
+    band: list[int]  # first and last chain length within 1 % of the best
+    longest: int  # chain measured
+    trees: list[Candidate]
+    by_batch: list[AtBatch]
+    gate: Gate | None
+    request: RequestTime | None
+    serving: Serving
+    rollback: list[str]
+    forbidden: list[str]
+    telemetry: list[Signal]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Shapes at one batch size."""
+
+    evidence: Evidence
+    chains: Chains
+    trees: list[Candidate]
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> "Weighed":
+        parts = (evidence.mix, evidence.table, evidence.timed)
+        chains = weigh_chains(*parts, evidence.longest)
+        return cls(evidence, chains, weigh_trees(evidence.rates, *parts))
+
+
+def advise_on_report(report: EvalReport, question: Question, place: Place) -> Advice:
+    """From a report. Raises ConfigError for what must not be served, or is not measured."""
+    check_question(question)
+    weighed = Weighed.of(evidence_of_report(report, question))
+    family = family_of_report(against_floor(report, weighed))
+    sizes = sorted({one.batch for one in report.costs} | {question.batch})
+    others = [
+        at_batch(Weighed.of(evidence_of_report(report, replace(question, batch=size))))
+        for size in sizes
+    ]
+    return conclude(question, place, weighed, family, others)
+
+
+def advise_on_figures(figures: Figures, question: Question, place: Place) -> Advice:
+    """From alpha and c alone."""
+    check_question(question)
+    check_figures(figures)
+    weighed = Weighed.of(evidence_of_figures(figures, question))
+    return conclude(question, place, weighed, choose_family(figures, question), [])
+
+
+def at_batch(weighed: Weighed) -> AtBatch:
+    tree = weighed.trees[0] if weighed.trees else None
+    return AtBatch(weighed.evidence.table.batch, weighed.chains.best, tree)
+
+
+def conclude(
+    question: Question,
+    place: Place,
+    weighed: Weighed,
+    family: FamilyAdvice,
+    others: list[AtBatch],
+) -> Advice:
+    """Pick, judge, and put together what serving it takes."""
+    evidence, chains = weighed.evidence, weighed.chains
+    choice = choose(chains, weighed.trees, question.stack)
+    unfit = why_not(question.stack, version_of(question), place, family.family)
+    on = unfit is None and choice.expected >= PAYS
+    pick = choice.pick
+    gate = None
+    if evidence.report:
+        gate = gate_of(evidence.heat, evidence.rule, chains.best.nodes, chains.best.cost, place.run)
+    request = request_time(question, evidence, pick, choice.expected)
+    serving = plain_line(question, place)
+    if on:
+        serving = serve(question, place, family.family, pick, evidence.rule)
+    return Advice(
+        verdict="on" if on else "off",
+        reason=unfit or reason_of(choice),
+        question=question,
+        temperature=evidence.temperature,
+        rule=evidence.rule,
+        acceptance=evidence.mix.source,
+        family=family,
+        pick=pick,
+        expected=choice.expected,
+        overhead=choice.overhead,
+        why=choice.why,
+        around=chains.around,
+        band=chains.band,
+        longest=evidence.longest,
+        trees=weighed.trees[:SHOWN_TREES],
+        by_batch=others,
+        gate=gate,
+        request=request,
+        serving=serving,
+        rollback=plan_of(question.stack),
+        forbidden=FORBIDDEN[question.stack],
+        telemetry=signals(question, pick, evidence, gate, request),
+        notes=[*evidence.notes, *edge_note(weighed, place)],
+    )
+
+
+def reason_of(choice: Choice) -> str:
+    how = "timed" if choice.pick.measured is not None else "predicted"
+    pick = choice.pick
+    name = f"A chain of {pick.nodes}" if pick.is_chain else f"The tree {pick.shape}"
+    said = f"{name} is {how} at {choice.expected:.3f}x in decoding"
+    if choice.expected >= PAYS:
+        return f"{said}, {choice.pick.tau:.2f} tokens a round."
+    return (
+        f"{said}, and no shape reaches {PAYS}x: a round costs {choice.pick.cost:.2f} plain steps "
+        f"for {choice.pick.tau:.2f} tokens, so the verifier alone is as fast and simpler."
+    )
+
+
+def edge_note(weighed: Weighed, place: Place) -> list[str]:
+    """When the best chain is the longest measured one: how to find out, and how far it might go.
+
+    The outlook is no advice: it keeps the last acceptance for all depths beyond, which flatters.
+    """
+    evidence, best = weighed.evidence, weighed.chains.best
+    if not weighed.chains.at_edge:
+        return []
+    n = best.nodes + 1
+    survival = continued(evidence.mix.survival(), n)
+    outlook = 1 + sum(survival)
+    said = (
+        f"N={best.nodes} is the longest chain measured, and a longer one may be better: with the "
+        f"last acceptance held, N={n} would yield {outlook:.2f} tokens, which is no measurement."
+    )
+    if evidence.report is None:
+        return [said]
+    again = sorted({*evidence.report.settings.eval.n_sweep, n, n + 2})
+    return [
+        f"{said} Measure it with python -m eval.main run.name={place.run} eval.n_draft={n + 2} "
+        f"eval.n_sweep=[{','.join(map(str, again))}]."
+    ]
+
+
+def against_floor(report: EvalReport, weighed: Weighed) -> str:
+    """The head against a table of the training answers that costs nothing to ask."""
+    survival = report.ngram_floor.counters.survival_by_depth
+    best, table = weighed.chains.best, weighed.evidence.table
+    n = min(best.nodes, len(survival))
+    if not report.ngram_floor.counters.rounds or not n:
+        return "No n-gram floor was measured to compare it with."
+    tau = 1 + sum(survival[:n])
+    free = tau / (table.round_cost(n, []) - table.draft_first)
+    verdict = "the head is ahead" if best.predicted > free else "look-up may be the better draft"
+    return (
+        f"An n-gram table of the training answers, which costs no draft time, would reach "
+        f"{tau:.2f} tokens a round and {free:.3f}x at N={n}, the head {best.predicted:.3f}x: "
+        f"{verdict}."
+    )

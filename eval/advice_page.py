@@ -1,0 +1,144 @@
+"""The advice as one page of Markdown, and as JSON of the same content."""
+
+import json
+
+from eval.advice import Advice
+from eval.candidates import Candidate
+from eval.report import jsonable
+from eval.tables import shown, span, table
+
+FORMULA = (
+    "speed-up = tokens a round / (verify + draft + rest), costs in plain steps of the verifier"
+)
+
+
+def to_json(advice: Advice) -> str:
+    return json.dumps(jsonable(advice), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def render(advice: Advice) -> str:
+    """One page: verdict, family, N, tree, temperature, latency, line, rollback, telemetry."""
+    parts = [
+        f"# Speculative decoding: {advice.verdict}",
+        advice.reason,
+        *load_part(advice),
+        "## Draft family",
+        f"**{advice.family.family.name}.** " + " ".join(advice.family.why),
+        table(
+            ["family", "training", "published"],
+            [[one.name, one.training, one.published] for one in families(advice)],
+        ),
+        *chain_part(advice),
+        *tree_part(advice),
+        *gate_part(advice),
+        *request_part(advice),
+        *serving_part(advice),
+        "## Rollback",
+        *bullets(advice.rollback),
+        "## Never set",
+        *bullets(advice.forbidden),
+        "## First week",
+        table(
+            ["watch", "where", "alarm"],
+            [[one.watch, one.hook, one.alarm] for one in advice.telemetry],
+        ),
+    ]
+    if advice.notes:
+        parts += ["## Assumed, or not measured", *bullets(advice.notes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def bullets(lines: list[str]) -> list[str]:
+    return ["\n".join(f"- {line}" for line in lines)]
+
+
+def families(advice: Advice):
+    return [advice.family.family, *advice.family.others]
+
+
+def load_part(advice: Advice) -> list[str]:
+    asked = advice.question
+    said = [f"batch {asked.batch}", f"temperature {advice.temperature:g}", f"rule {advice.rule}"]
+    lengths = ((asked.prompt_length, "prompt"), (asked.answer_length, "answer"))
+    said += [f"{name} {length} tokens" for length, name in lengths if length]
+    if asked.target:
+        said.append(f"{asked.target.percentile} of a request below {asked.target.seconds:g} s")
+    return [f"Load: {', '.join(said)}. Acceptance: {advice.acceptance}."]
+
+
+def row(one: Candidate) -> list[str]:
+    measured = "not timed" if one.measured is None else f"{one.measured:.3f}"
+    return [one.shape, str(one.nodes), one.worked, one.tau_from, measured, span(one.interval)]
+
+
+HEAD = ["shape", "guesses", "predicted", "tokens from", "measured", "95 %"]
+
+
+def chain_part(advice: Advice) -> list[str]:
+    low, high = advice.band
+    same = f"N={low} alone is" if low == high else f"N={low} to {high} are"
+    return [
+        f"## N: {advice.pick.depth}",
+        f"{FORMULA}.",
+        table(HEAD, [row(one) for one in advice.around]),
+        f"{same} within 1 % of the best prediction; chains of 1 to {advice.longest} were weighed. "
+        f"Untimed predictions are cut to {advice.overhead:.3f} of themselves, the loop's own "
+        f"overhead. {advice.why[0]}",
+    ]
+
+
+def tree_part(advice: Advice) -> list[str]:
+    picked = "none" if advice.pick.is_chain else advice.pick.shape
+    parts = [f"## Tree: {picked}", *advice.why[1:]]
+    if advice.trees:
+        parts.append(table(HEAD, [row(one) for one in advice.trees]))
+    if len(advice.by_batch) > 1:
+        parts.append(table(["batch", "chain", "predicted", "tree", "predicted"], by_batch(advice)))
+    return parts
+
+
+def by_batch(advice: Advice) -> list[list[str]]:
+    """Where the tree stops paying: predictions alone, at every batch size of the report."""
+    rows: list[list[str]] = []
+    for one in advice.by_batch:
+        tree = ["-", "-"] if one.tree is None else [one.tree.shape, one.tree.worked]
+        rows.append([str(one.batch), one.chain.shape, one.chain.worked, *tree])
+    return rows
+
+
+def gate_part(advice: Advice) -> list[str]:
+    gate = advice.gate
+    if gate is None:
+        ask = "No report, so no gate: acceptance by temperature is measured by eval.temperatures."
+        return ["## Temperature gate", ask]
+    rows = [[f"{one.temperature:g}", shown(one.tau), shown(one.speedup)] for one in gate.points]
+    return [
+        "## Temperature gate",
+        gate.advice,
+        f"Chain of {gate.shape}, rule {gate.rule}:",
+        table(["temperature", "tokens a round", "predicted speed-up"], rows),
+    ]
+
+
+def request_part(advice: Advice) -> list[str]:
+    request = advice.request
+    if request is None:
+        return []
+    text = (
+        f"{request.worked}. Plain: p50 {request.plain_p50:.3f} s, p95 {request.plain_p95:.3f} s. "
+        f"With drafts: p50 {request.p50:.3f} s, p95 {request.p95:.3f} s, "
+        f"{request.speedup_end_to_end:.3f}x end to end, prefill included."
+    )
+    if request.target:
+        held = "is held" if request.met else "is not held"
+        text += f" The target, {request.target.percentile} {request.target.seconds:g} s, {held}."
+    return ["## Latency of a request", text]
+
+
+def serving_part(advice: Advice) -> list[str]:
+    serving = advice.serving
+    return [
+        f"## Serve: {serving.stack} {serving.version}",
+        f"```bash\n{serving.line}\n```",
+        *(bullets(serving.notes) if serving.notes else []),
+    ]

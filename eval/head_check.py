@@ -1,0 +1,75 @@
+"""Whether a verifier is the one a head was trained on: its tokens, and its weights."""
+
+from pathlib import Path
+
+from conf.compose import load_saved
+from conf.runtime import cache_dir
+from conf.schema import ConfigError, RunConfig, VerifierSection
+from data.manifest import Manifest, manifest_file, read_manifest
+from models.bundled import SCHEME, known_wheel, resolve
+from models.draft_file import CONFIG
+from models.eagle3 import DraftConfig
+from models.token_strings import refuse_other_tokens
+from models.verifier import load_tokenizer, weights_fingerprint
+
+
+def check_verifier(head: Path, verifier: str) -> str:
+    """Compare ``verifier`` with the head in ``head``; what was compared, in a sentence.
+
+    Raises ConfigError when it has other tokens or other weights than the one trained on, or when
+    it cannot be read.
+    """
+    if not (head / CONFIG).is_file():
+        raise ConfigError(
+            f"--verifier={verifier}: no head in {head} to compare it with; give the report of a "
+            "run whose best/ folder is there"
+        )
+    saved = head.parent / "config.yaml"
+    cfg = load_saved(saved)
+    cache = cache_dir(cfg)
+    refuse_other_tokens(head, load_tokenizer(VerifierSection(path=verifier), cache))
+    theirs = weights_fingerprint(resolve(verifier, cache))
+    ours = trained_weights(cfg)
+    if not ours:
+        return (
+            f"{verifier}: no capture of the training is left in {cache}, so its weights "
+            f"({theirs}) were not compared."
+        )
+    if theirs not in ours:
+        raise ConfigError(
+            f"--verifier={verifier}: its weights ({theirs}) are not those that the head learnt "
+            f"from ({', '.join(sorted(ours))}, {cfg.verifier.path}), and acceptance measured with "
+            "those does not hold; serve that revision, or train a head for this one"
+        )
+    return f"{verifier}: the weights ({theirs}) that the head was trained on."
+
+
+def trained_weights(cfg: RunConfig) -> set[str]:
+    """Fingerprints in the captures of this run's verifier and layers; empty when none is left."""
+    found: set[str] = set()
+    for folder in cache_dir(cfg).glob("capture-*"):
+        if manifest_file(folder).is_file():
+            manifest = read_manifest(folder)
+            if is_of(manifest, cfg):
+                found.add(manifest.verifier)
+    return found
+
+
+def is_of(manifest: Manifest, cfg: RunConfig) -> bool:
+    layers = cfg.verifier.aux_layers
+    return manifest.verifier_path == cfg.verifier.path and layers in (None, manifest.aux_layers)
+
+
+def head_config(head: Path) -> DraftConfig | None:
+    """Of the head in ``head``; None where there is none."""
+    file = head / CONFIG
+    return DraftConfig.from_json(file.read_text("utf-8")) if file.is_file() else None
+
+
+def served_verifier(run: Path, named: str) -> str:
+    """What an engine can open: the converted folder of a wheel, where it is there."""
+    config = run / "config.yaml"
+    if not named.startswith(SCHEME) or not config.is_file():
+        return named
+    folder = cache_dir(load_saved(config)) / "verifiers" / known_wheel(named).folder
+    return str(folder) if folder.is_dir() else named

@@ -1,0 +1,174 @@
+"""How a stack is started with the pick: the exact line by version, and what the stack cannot do.
+
+Read in vLLM 0.32.0 (its source, run on a CPU) and in SGLang's sources and documentation of 2025 and
+2026 (not run). EAGLE-3 came to vLLM with pull request 16937 and to SGLang with 0.4.4.
+"""
+
+import json
+from dataclasses import dataclass
+from shlex import quote
+
+from packaging.version import InvalidVersion, Version
+
+from conf.schema import ConfigError
+from conf.shapes import DynamicShape, parse_shape
+from eval.candidates import Candidate
+from eval.families import EAGLE3, Family
+from eval.question import Question, Stack
+from models.eagle3 import DraftConfig
+
+READ = {Stack.vllm: "0.32.0", Stack.sglang: "0.5.23"}
+FIRST = {Stack.vllm: "0.8.5", Stack.sglang: "0.4.4"}  # with EAGLE-3
+DRAWN_DRAFTS = "0.21"  # vLLM: draft_sample_method; before it drafts are the argmax
+NORMS = "0.22"  # vLLM: fc_norm and norm_output of a head
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the line names."""
+
+    verifier: str
+    head: str
+    run: str
+    config: DraftConfig | None  # of the head, if its folder is there
+
+
+@dataclass(frozen=True)
+class Serving:
+    stack: str
+    version: str
+    line: str
+    notes: list[str]
+
+
+def version_of(question: Question) -> str:
+    """The version asked for. Raises ConfigError for one that is none, or of a stack without."""
+    if question.stack is Stack.eyrie:
+        if question.version:
+            raise ConfigError(
+                f"--stack-version={question.version}: Eyrie's loop is the one of this checkout; "
+                "leave it out"
+            )
+        return "this checkout"
+    try:
+        return str(Version(question.version or READ[question.stack]))
+    except InvalidVersion as error:
+        raise ConfigError(
+            f"--stack-version={question.version}: not a version; try {READ[question.stack]}"
+        ) from error
+
+
+def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | None:
+    """Why this stack cannot serve the head, in a sentence; None when it can."""
+    if stack is Stack.eyrie or family is not EAGLE3:
+        return None
+    if Version(version) < Version(FIRST[stack]):
+        return (
+            f"{stack.value} {version} has no EAGLE-3, which came with {FIRST[stack]}: update it; "
+            "EAGLE-1 or EAGLE-2 would need a head of their own, trained anew"
+        )
+    head = place.config
+    if head is None:
+        return None
+    if stack is Stack.vllm and (head.fc_norm or head.norm_output) and older(version, NORMS):
+        return (
+            f"vllm {version} does not read the head's fc_norm or norm_output: use {NORMS} or later"
+        )
+    if stack is Stack.sglang and (head.norm_before_residual or head.norm_before_fc):
+        return (
+            "SGLang ignores the head's norm_before_residual or norm_before_fc, so it would accept "
+            "little; serve it with vLLM, or train one with both false"
+        )
+    return None
+
+
+def older(version: str, than: str) -> bool:
+    return Version(version) < Version(than)
+
+
+def serve(question: Question, place: Place, family: Family, pick: Candidate, rule: str) -> Serving:
+    """The line that starts the stack with ``pick``."""
+    version = version_of(question)
+    if question.stack is Stack.vllm:
+        line, notes = vllm_line(version, place, family, pick.depth, rule)
+        notes.append(
+            f"The advice is for {question.batch} sequences at once: --max-num-seqs caps it."
+        )
+    elif question.stack is Stack.sglang:
+        line, notes = sglang_line(place, family, pick, rule)
+        notes.append(
+            f"The advice is for {question.batch} sequences at once: --max-running-requests caps it."
+        )
+    else:
+        line, notes = eyrie_line(place, pick, question), []
+    if family is EAGLE3 and question.stack is not Stack.eyrie and not place.config:
+        notes.append(
+            "The head's folder was not found, so its flags were not compared with the stack."
+        )
+    return Serving(question.stack.value, version, line, notes)
+
+
+def plain_line(question: Question, place: Place) -> Serving:
+    """Without speculation."""
+    lines = {
+        Stack.vllm: f"vllm serve {quote(place.verifier)}",
+        Stack.sglang: f"python -m sglang.launch_server --model-path {quote(place.verifier)}",
+        Stack.eyrie: "plain decoding",
+    }
+    return Serving(question.stack.value, version_of(question), lines[question.stack], [])
+
+
+def vllm_line(
+    version: str, place: Place, family: Family, depth: int, rule: str
+) -> tuple[str, list[str]]:
+    config: dict[str, str | int] = {"method": family.vllm}
+    notes = [f"Chains alone: no tree of guesses in vLLM {READ[Stack.vllm]}."]
+    if family.drafts_with_model:
+        config["model"] = place.head
+    config["num_speculative_tokens"] = depth
+    if family.vllm == "ngram":
+        config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    if rule == "rejection" and older(version, DRAWN_DRAFTS):
+        notes.append(
+            f"vLLM before {DRAWN_DRAFTS} drafts its argmax at any temperature: acceptance is that "
+            "of argmax_draft, not of rejection; ask again with --accept argmax_draft."
+        )
+    elif rule == "rejection":
+        config["draft_sample_method"] = "probabilistic"
+        notes.append("Drafts are drawn, as the acceptance was measured; the default is the argmax.")
+    elif rule == "argmax_draft":
+        notes.append("Drafts are the argmax, which is the default and what was measured.")
+    text = quote(json.dumps(config))
+    return f"vllm serve {quote(place.verifier)} --speculative-config {text}", notes
+
+
+def sglang_line(place: Place, family: Family, pick: Candidate, rule: str) -> tuple[str, list[str]]:
+    shape = parse_shape(pick.shape, "eval.trees")
+    top_k = shape.top_k if isinstance(shape, DynamicShape) else 1
+    words = [
+        f"python -m sglang.launch_server --model-path {quote(place.verifier)}",
+        f"--speculative-algorithm {family.sglang}",
+    ]
+    if family.drafts_with_model:
+        words.append(f"--speculative-draft-model-path {quote(place.head)}")
+    if family.sglang != "NGRAM":
+        words.append(f"--speculative-num-steps {pick.depth} --speculative-eagle-topk {top_k}")
+    words.append(f"--speculative-num-draft-tokens {pick.nodes + 1}")  # the root counts there
+    notes = ["The folder that --to vllm exports serves SGLang, too: read in its source, not run."]
+    if rule == "rejection":
+        words.append("--speculative-use-rejection-sampling")
+        notes.append(
+            "Rejection by drawn drafts is of SGLang's pull request 26312 and needs top-k 1; a "
+            "version without that option verifies one-hot: ask again with --accept argmax_draft."
+        )
+    if place.config and (place.config.fc_norm or place.config.norm_output):
+        notes.append("The head's fc_norm or norm_output needs SGLang's pull request 24663.")
+    return " ".join([*words, "--enable-metrics"]), notes
+
+
+def eyrie_line(place: Place, pick: Candidate, question: Question) -> str:
+    """Eyrie is no server: the line times the pick with its own loop."""
+    shape = (
+        f"eval.n_sweep=[{pick.nodes}]" if pick.is_chain else quote(f"eval.trees=['{pick.shape}']")
+    )
+    return f"python -m eval.main run.name={place.run} {shape} eval.batch_sizes=[{question.batch}]"
