@@ -26,8 +26,8 @@ from models.verifier import Verifier
 VERIFIED = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # tokens a sequence
 LEVELS = (1, 2, 4, 8, 16)  # nodes a sequence
 MOST_ROWS = 128  # of a batch in one forward, the shapes in use apart
-SECONDS = 15.0  # a batch size, about; three sweeps at least, 25 at most
-FEWEST, MOST = 3, 25
+SECONDS = 10.0  # a batch size, about
+FEWEST, MOST = 3, 15  # sweeps
 BRANCHING = 2  # children of a node of a level with more than one
 
 

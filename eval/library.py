@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_utils import PreTrainedModel
 
 from conf.schema import ConfigError, VerifierSection
@@ -65,7 +66,6 @@ def generate(
     ids = [[filler] * left + one for left, one in zip(padding, prompts, strict=True)]
     seen = [[0] * left + [1] * len(one) for left, one in zip(padding, prompts, strict=True)]
     answer: Any = verifier.model.generate  # a mixin's method, which the library types loosely
-    stop = settings.stop
     output = answer(
         torch.tensor(ids, device=verifier.device),
         attention_mask=torch.tensor(seen, device=verifier.device),
@@ -73,12 +73,19 @@ def generate(
         use_cache=True,
         eos_token_id=ends,
         pad_token_id=filler,
-        stop_strings=list(stop.texts) if stop else None,
-        tokenizer=stop.tokenizer if stop else None,
+        stopping_criteria=stopping_of(settings),
         assistant_model=assistant,
         **library_sampling(settings.sampling),
     )
     return output[:, longest:].tolist()
+
+
+def stopping_of(settings: DecodeSettings) -> StoppingCriteriaList:
+    """Its own check of stop strings; named to ``generate`` they reach the assistant, which has no
+    tokenizer to read them with."""
+    stop = settings.stop
+    found = [StopStringCriteria(stop.tokenizer, list(stop.texts))] if stop else []
+    return StoppingCriteriaList(found)
 
 
 def cut(

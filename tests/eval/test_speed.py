@@ -7,6 +7,7 @@ import pytest
 from conf.choices import EvalRule
 from conf.schema import ConfigError
 from conf.shapes import chain, parse_shape
+from eval import costs
 from eval.decode import DecodeSettings
 from eval.round_plan import rule_of
 from eval.speed import SpeedPlan, grouped, interleave, measure_speed, methods, middle, sizes_of
@@ -179,7 +180,8 @@ def test_a_digest_tells_prompts_apart():
     assert len({digest_of([Question("", ids) for ids in text]) for text in texts}) == 3
 
 
-def test_measured_on_a_tiny_verifier(verifier: Verifier, make_draft):
+def test_measured_on_a_tiny_verifier(verifier: Verifier, make_draft, monkeypatch):
+    monkeypatch.setattr(costs, "SECONDS", 0.1)
     settings = DecodeSettings(max_new_tokens=12, eos_ids=[])
     asked = [Question("a", [5, 6, 7]), Question("b", [9, 8]), Question("b#2", [4] * 9)]
     plan = SpeedPlan([chain(1), chain(3), TREE], [1, 2], repeats=2, resamples=20)
