@@ -45,6 +45,12 @@ class StaticShape:
     def is_chain(self) -> bool:
         return self.depth == self.nodes
 
+    @property
+    def fed(self) -> list[int]:
+        """Nodes with children, level by level: what the draft runs on after its first forward."""
+        depths = [self.depths[node - 1] for node in {parent for parent in self.parents if parent}]
+        return [depths.count(level) for level in range(1, self.depth)]
+
 
 def depths_of(parents: Sequence[int]) -> tuple[int, ...]:
     """Of each guess, from the node it continues: 1 continues the root."""
@@ -64,6 +70,10 @@ class DynamicShape:
     top_k: int  # children of a node, and nodes expanded a level
 
     is_chain = False
+
+    @property
+    def fed(self) -> list[int]:
+        return [self.top_k] * (self.depth - 1)
 
 
 Shape = StaticShape | DynamicShape

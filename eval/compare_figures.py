@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from eval.acceptance import add_by_depth
 from eval.differences import Compared, Formula, Prompts, Resampling, Sums, compare_prompts
 from eval.report import EvalReport, PromptCounts
-from eval.speed_report import ShapeSpeed, Timing
+from eval.speed_report import PLAIN, ShapeSpeed, Timing
 
-PLAIN = "plain"  # the method without a draft
 # Columns of a prompt's counters; accepted at depth 1, 2, ... and reached at depth 1, 2, ... follow.
 ROUNDS, TESTED, ACCEPTED, OVERLAP, OVERLAPS, BY_DEPTH = range(6)
 # Columns of a prompt's times: the shape's, then the plain loop's.

@@ -4,217 +4,166 @@ python -m eval.main run.name=demo [eval.max_prompts=null]
 """
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from conf.choices import StepKind
 from conf.compose import entry
-from conf.runtime import (
-    RankInfo,
-    cache_dir,
-    provenance,
-    run_dir,
-    say,
-    write_atomically,
-)
-from conf.schema import ConfigError, Precision, RunConfig, Stage
+from conf.runtime import RankInfo, cache_dir, provenance, run_dir, say
+from conf.schema import ConfigError, RunConfig, Stage
 from conf.settings import refuse_other_settings
+from conf.shapes import Shape, chain, parse_shape
 from data.distributed import pick_device, use_threads
-from data.eval_prompts import EvalPrompt, read_prompts, take
-from data.origin import data_facts
 from data.prepare import find_prepared
-from data.records import PreparedData, Skipped
-from data.split import prompt_digest
-from eval.acceptance import NgramTable
+from eval.chosen import ChosenPrompts, choose_prompts
 from eval.decode import DecodeSettings
-from eval.measure import ExactRuns, run_exact, training_answers
-from eval.page import render_page, terminal_lines
-from eval.plots import Curve, draw_acceptance, draw_speed, draw_training
-from eval.report import DataOrigin, EvalReport, EvalSettings, to_json
-from eval.speed import SpeedReport, measure_speed
-from eval.summary import build_report, read_held_out_tau
-from eval.verify import AcceptRule
+from eval.described import describe_data, describe_settings
+from eval.library import load_assistant
+from eval.measure import Asking, ExactRuns, run_exact, training_answers
+from eval.ngram import NgramTable
+from eval.output import StopStrings
+from eval.publish import publish
+from eval.report import EvalReport
+from eval.round_plan import rule_of
+from eval.speed import SpeedPlan, measure_speed
+from eval.speed_report import SpeedFigures
+from eval.summary import Measured, build_report
+from eval.temperatures import TemperatureRuns, run_at_temperatures
+from eval.timed import Question
 from models.draft_file import load_draft
+from models.eagle3 import Eagle3Draft
 from models.generate import end_ids
 from models.sampling import Sampling
 from models.token_strings import refuse_other_tokens
-from models.verifier import Verifier, load_facts
+from models.verifier import Verifier
 
 NGRAM_ORDER = 4
-UNSEEN_SHARE = 4  # with max_prompts, one unseen pattern for so many seen ones: minutes count
 
 
 @dataclass(frozen=True)
-class ChosenPrompts:
-    top: list[EvalPrompt]  # the report's top level
-    unseen: list[EvalPrompt]  # an entry of their own
-    skipped: Skipped
+class Counted:
+    """What the float32 runs gave."""
+
+    settings: DecodeSettings
+    exact: ExactRuns
+    at_temperatures: list[TemperatureRuns]
 
 
 def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
     """Measure the head in ``draft_folder`` and write the report into the run's eval/ folder.
 
-    Raises ConfigError when prompts, prepared data, verifier or head cannot be had.
+    Raises ConfigError when prompts, prepared data, verifier, head or assistant cannot be had.
     """
     chosen = choose_prompts(cfg)
     data = find_prepared(cfg)
-    answers = training_answers(data.samples)
-    table = NgramTable(NGRAM_ORDER).fit(answers)
+    table = NgramTable(NGRAM_ORDER).fit(training_answers(data.samples))
     device = pick_device(cfg.run.device, RankInfo.from_env().local_rank)
+    counted = count_runs(cfg, draft_folder, chosen, device)
+    gc.collect()  # hooks refer back to the verifier; the timed runs load their own precision
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    speed = time_runs(cfg, draft_folder, counted.exact, device)
+    measured = Measured(counted.exact, speed, table, counted.at_temperatures)
+    described = describe_settings(cfg, draft_folder, counted.settings, device, speed)
+    origin = describe_data(cfg, chosen, data, counted.exact, draft_folder)
+    report = build_report(measured, described, origin, provenance())
+    publish(report, run_dir(cfg))
+    say("\nnext, advice on N, tree, batch and the server's settings: python -m eval.tune")
+    return report
 
-    verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
-    draft = load_draft(draft_folder, device, torch.float32, verifier.embedding)
+
+def count_runs(
+    cfg: RunConfig, draft_folder: Path, chosen: ChosenPrompts, device: torch.device
+) -> Counted:
+    """Every prompt in float32, and those of the top level at each of ``eval.temperatures``."""
+    verifier, draft = load_pair(cfg, draft_folder, device, torch.float32)
     refuse_other_tokens(draft_folder, verifier.tokenizer)
+    if cfg.eval.assistant is not None:  # refused before the long part, loaded again to be timed
+        load_assistant(cfg.eval.assistant, cfg.verifier, cache_dir(cfg), verifier)
     settings = decode_settings(cfg, verifier)
     say(f"eval: {len(chosen.top)} prompts, {len(chosen.unseen)} of unseen patterns, float32")
-    exact = run_exact(
-        verifier, draft, [*chosen.top, *chosen.unseen], settings, cfg.data.template_kwargs
-    )
+    asking = Asking(cfg.data.template_kwargs, cfg.eval.batch)
+    exact = run_exact(verifier, draft, [*chosen.top, *chosen.unseen], settings, asking)
     if not exact.top:
         why = ", ".join(f"{reason} ({count})" for reason, count in exact.skipped.items())
         raise ConfigError(
             f"eval.prompts={cfg.eval.prompts}: no prompt could be answered: {why}; give others"
         )
-    del verifier, draft  # the timed runs load their own precision
-    gc.collect()  # hooks refer back to the verifier
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-    speed = time_runs(cfg, draft_folder, exact, device)
-    described = describe_settings(cfg, draft_folder, settings, device, speed.best_n)
-    origin = describe_data(cfg, chosen, data, exact, draft_folder)
-    report = build_report(exact, speed, table, described, origin, provenance())
-    write_report(report, run_dir(cfg))
-    return report
+    drawn = run_at_temperatures(
+        verifier, draft, exact.top, settings, cfg.eval.temperatures, cfg.eval.batch
+    )
+    return Counted(settings, exact, drawn)
 
 
-def choose_prompts(cfg: RunConfig) -> ChosenPrompts:
-    """``eval.max_prompts`` prompts and a quarter as many of unseen patterns; null: all of both."""
-    found = read_prompts(cfg.eval.prompts)
-    count = cfg.eval.max_prompts
-    top = take([prompt for prompt in found.prompts if prompt.seen is not False], count)
-    rest = [prompt for prompt in found.prompts if prompt.seen is False]
-    if not top:
-        raise ConfigError(
-            f"eval.prompts={cfg.eval.prompts}: every prompt is marked unseen_pattern and the "
-            "report's top level would be empty; mark some seen_pattern, or drop the split"
-        )
-    unseen = take(rest, None if count is None else -(-count // UNSEEN_SHARE))
-    return ChosenPrompts(top, unseen, found.skipped)
+def load_pair(
+    cfg: RunConfig, draft_folder: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[Verifier, Eagle3Draft]:
+    verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
+    return verifier, load_draft(draft_folder, device, dtype, verifier.embedding)
 
 
 def decode_settings(cfg: RunConfig, verifier: Verifier) -> DecodeSettings:
-    rule = AcceptRule.greedy if cfg.eval.temperature == 0 else AcceptRule.rejection
+    """Of the counted runs: chains of ``eval.n_draft``."""
+    section, shape = cfg.eval, chain(cfg.eval.n_draft)
+    sampling = Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
     return DecodeSettings(
-        n_draft=cfg.eval.n_draft,
-        max_new_tokens=cfg.eval.max_new_tokens,
+        max_new_tokens=section.max_new_tokens,
         eos_ids=end_ids(verifier),
-        sampling=Sampling(cfg.eval.temperature),
-        rule=rule,
+        shape=shape,
+        stop=StopStrings(tuple(section.stop), verifier.tokenizer) if section.stop else None,
+        sampling=sampling,
+        rule=rule_of(section.rule, shape, sampling),
         seed=cfg.run.seed,
     )
 
 
 def time_runs(
     cfg: RunConfig, draft_folder: Path, exact: ExactRuns, device: torch.device
-) -> SpeedReport:
+) -> SpeedFigures:
     """Time the first ``eval.speed_prompts`` conversations of the top level, every turn of them."""
-    timed = exact.top[: cfg.eval.speed_prompts]
-    prompts = [answer.prompt_ids for one in timed for answer in one.answers]
+    questions = questions_of(exact, cfg.eval.speed_prompts)
     dtype = getattr(torch, cfg.eval.speed_dtype.value)
-    say(f"eval: {len(prompts)} answers timed, {cfg.eval.speed_dtype.value}")
-    verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
-    draft = load_draft(draft_folder, device, dtype, verifier.embedding)
-    settings = decode_settings(cfg, verifier)
-    lengths = sorted(set(cfg.eval.n_sweep))
-    return measure_speed(verifier, draft, prompts, settings, lengths, cfg.eval.bootstrap)
-
-
-def describe_settings(
-    cfg: RunConfig,
-    draft_folder: Path,
-    settings: DecodeSettings,
-    device: torch.device,
-    best_n: int,
-) -> EvalSettings:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return EvalSettings(
-        eval=cfg.eval,
-        run=cfg.run.name,
-        verifier=cfg.verifier.path,
-        draft=str(draft_folder),
-        aux_layers=load_facts(cfg.verifier, cache_dir(cfg)).aux_layers,
-        accept_rule=settings.rule.value,
-        counters_dtype=Precision.float32.value,
-        device=name,
-        threads=torch.get_num_threads(),
-        attention=cfg.verifier.attention.value,
-        best_n=best_n,
+    say(f"eval: {len(questions)} answers timed, {cfg.eval.speed_dtype.value}")
+    verifier, draft = load_pair(cfg, draft_folder, device, dtype)
+    assistant = None
+    if cfg.eval.assistant is not None:
+        assistant = load_assistant(cfg.eval.assistant, cfg.verifier, cache_dir(cfg), verifier)
+    plan = SpeedPlan(
+        shapes=timed_shapes(cfg.eval.n_sweep, cfg.eval.trees),
+        batch_sizes=cfg.eval.batch_sizes,
+        repeats=cfg.eval.repeats,
+        resamples=cfg.eval.bootstrap,
+        choice=cfg.eval.rule,
+        step=step_of(cfg.eval.step),
+        assistant=assistant,
     )
+    return measure_speed(verifier, draft, questions, decode_settings(cfg, verifier), plan)
 
 
-def describe_data(
-    cfg: RunConfig,
-    chosen: ChosenPrompts,
-    data: PreparedData,
-    exact: ExactRuns,
-    draft_folder: Path,
-) -> DataOrigin:
-    facts = data_facts(cfg, data)
-    held_out = int(data.samples.held_out.sum())
-    return DataOrigin(
-        prompt_files=list(cfg.eval.prompts),
-        prompts_read=chosen.skipped.rows_out,
-        prompts_skipped=chosen.skipped.reasons,
-        same_pattern_prompts=sum(prompt.seen is True for prompt in chosen.top),
-        unseen_pattern_prompts=len(chosen.unseen),
-        training_files=list(cfg.data.path),
-        training_samples=len(data.samples) - held_out,
-        held_out_samples=held_out,
-        longest_training_sample=int(data.samples.lengths.max()),
-        held_out_tau=read_held_out_tau(draft_folder),
-        supervised_tokens=facts.tokens,
-        verifier_agreement=facts.agreement,
-        trained_prompts=count_trained_prompts(exact, data),
-    )
+def questions_of(exact: ExactRuns, conversations: int) -> list[Question]:
+    """Every turn of the first conversations; the first is named as the conversation."""
+    return [
+        Question(one.prompt.id if turn == 1 else f"{one.prompt.id}#{turn}", answer.prompt_ids)
+        for one in exact.top[:conversations]
+        for turn, answer in enumerate(one.answers, 1)
+    ]
 
 
-def count_trained_prompts(exact: ExactRuns, data: PreparedData) -> int:
-    """Measured turns whose prompt, token by token, begins a training sample."""
-    trained = data.samples.prompts[~data.samples.held_out]
-    asked = [prompt_digest(answer.prompt_ids) for one in exact.runs for answer in one.answers]
-    return int(torch.isin(torch.tensor(asked, dtype=torch.int64), trained).sum())
+def timed_shapes(lengths: Sequence[int], trees: Sequence[str]) -> list[Shape]:
+    """Chains by length, then trees as they are named; a shape that is named twice is timed once."""
+    found: list[Shape] = [chain(length) for length in sorted(set(lengths))]
+    found += [parse_shape(name, "eval.trees") for name in trees]
+    return list({one.name: one for one in found}.values())
 
 
-def write_report(report: EvalReport, run: Path) -> None:
-    """report.json, report.md and the plots below ``run``/eval, then the table on the screen."""
-    folder = run / "eval"
-    spread = report.intervals
-    draw_acceptance(
-        folder / "acceptance.png",
-        Curve("of the rounds that reached it (α)", report.alpha_by_depth, spread.alpha_by_depth),
-        Curve("of all rounds (survival)", report.survival_by_depth, spread.survival_by_depth),
-    )
-    lengths, at = list(report.by_n), list(report.by_n.values())
-    measured = Curve(
-        "measured",
-        [one.speedup_decode for one in at],
-        [o.speedup_decode_interval for o in at],
-        lengths,
-    )
-    predicted = Curve("predicted, τ / (v + d)", [o.predicted_speedup for o in at], None, lengths)
-    draw_speed(folder / "speed.png", measured, predicted, report.settings.best_n)
-    plots = ["acceptance.png", "speed.png"]
-    metrics = run / "metrics.jsonl"
-    if metrics.is_file() and draw_training(folder / "training.png", metrics):
-        plots.append("training.png")
-    write_atomically(folder / "report.md", render_page(report, plots))
-    write_atomically(folder / "report.json", to_json(report))  # last: where it is, all is there
-    say()
-    for line in terminal_lines(report):
-        say(line)
-    say(f"\n{folder / 'report.md'}")
+def step_of(choice: StepKind) -> str:
+    """How steps run. Raises ConfigError for a way that there is not."""
+    if choice in (StepKind.auto, StepKind.eager):
+        return StepKind.eager.value
+    raise ConfigError(f"eval.step={choice.value}: steps run eagerly alone; give eval.step=eager")
 
 
 def main(cfg: RunConfig) -> None:

@@ -159,12 +159,11 @@ def answer_together(
 
 def count(runs: PromptRuns, n_draft: int) -> Counters:
     """All rounds of one conversation."""
-    return total(
-        [
-            Counters.of(a.speculative.rounds, len(a.speculative.tokens), n_draft)
-            for a in runs.answers
-        ]
-    )
+    return count_answers([answer.speculative for answer in runs.answers], n_draft)
+
+
+def count_answers(answers: Sequence[Generation], n_draft: int) -> Counters:
+    return total([Counters.of(one.rounds, len(one.tokens), n_draft) for one in answers])
 
 
 def count_ranks(runs: Sequence[PromptRuns], n_draft: int) -> RankHits:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from eval.acceptance import Interval
 
+PLAIN = "plain"  # methods that are no shape: our loop without a draft, and the library's two
+LIBRARY = "generate"
+ASSISTED = "assistant_model"
+
 
 @dataclass(frozen=True)
 class CostTable:
@@ -108,7 +112,7 @@ class Baselines:
 
     prompts: int  # timed, each with every method
     tokens: int  # emitted by the plain runs
-    plain_step_seconds: float
+    plain_step_seconds: float  # in which every sequence of a full batch gets a token
     plain_tokens_per_second_decode: float
     plain_tokens_per_second_end_to_end: float
     prefill_seconds: float  # a prompt, the verifier alone
@@ -122,7 +126,7 @@ class SpeedAtBatch:
     baselines: Baselines
     shapes: dict[str, ShapeSpeed]  # by the name of the shape
     best: str  # the shape with the highest speedup_decode
-    library: dict[str, LibrarySpeed]  # generate; assistant_model, if one is given
+    library: dict[str, LibrarySpeed]  # generate; assistant_model at batch 1, if one is given
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from eval.acceptance import (
     AcceptanceReport,
     Counters,
     Interval,
-    RankHits,
     add_by_depth,
     percentile_interval,
     report_acceptance,
@@ -20,7 +18,7 @@ from eval.acceptance import (
 )
 from eval.cautions import list_warnings
 from eval.foretold import foretell, independent_tau
-from eval.measure import ExactRuns, PromptRuns, count, count_floor
+from eval.measure import ExactRuns, PromptRuns, count, count_answers, count_floor, count_ranks
 from eval.ngram import NgramTable
 from eval.positions import beyond_training, by_absolute, by_generated
 from eval.report import (
@@ -36,20 +34,10 @@ from eval.report import (
     PromptCounts,
     TemperatureFigures,
 )
-from eval.speed_report import SpeedAtBatch, SpeedFigures
+from eval.speed_report import LIBRARY, SpeedAtBatch, SpeedFigures
+from eval.temperatures import TemperatureRuns
 
 SEED = 0  # of the bootstrap
-NOTHING: list[int] = []
-LIBRARY = "generate"  # its entry in SpeedAtBatch.library
-
-
-@dataclass(frozen=True)
-class TemperatureRuns:
-    """The top level's prompts answered again, with draws."""
-
-    temperature: float
-    rule: str
-    runs: list[PromptRuns]
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ def build_report(
         position_ranges=by_generated(top, section.n_draft),
         absolute_ranges=by_absolute(top, section.n_draft, data.longest_training_sample),
         beyond_training=beyond_training(top, section.n_draft, data.longest_training_sample),
-        rank_hits=pool_ranks(top),
+        rank_hits=count_ranks(top, section.n_draft),
         by_temperature=[at_temperature(one, section) for one in measured.at_temperatures],
         training_estimate=foretell(accepted, section.n_draft, data),
         prompts=len(top),
@@ -196,39 +184,26 @@ def survival_intervals(by_prompt: list[Counters], resamples: int) -> list[Interv
 
 
 def mean_overlap(runs: Sequence[PromptRuns]) -> float:
-    values = [value for one in runs for value in one.overlap]
+    return mean([value for one in runs for value in one.overlap])
+
+
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
 def at_temperature(one: TemperatureRuns, section: EvalSection) -> TemperatureFigures:
-    by_prompt = [count(runs, section.n_draft) for runs in one.runs]
+    by_prompt = [count_answers(answers, section.n_draft) for answers in one.conversations]
     accepted = report_acceptance(by_prompt, section.bootstrap, SEED)
+    overlap = [value for answers in one.conversations for a in answers for value in a.overlap]
     return TemperatureFigures(
         temperature=one.temperature,
-        rule=one.rule,
+        rule=one.rule.value,
         tau=accepted.tau,
         alpha=accepted.alpha,
         alpha_interval=accepted.alpha_interval,
-        alpha_tv=mean_overlap(one.runs),
+        alpha_tv=mean(overlap),
         counters=accepted.counters,
     )
-
-
-def pool_ranks(runs: Sequence[PromptRuns]) -> RankHits | None:
-    """Of all answers together; None where none was recorded."""
-    found = [a.speculative.ranks for one in runs for a in one.answers]
-    known = [one for one in found if one is not None]
-    if not known:
-        return None
-    reached: list[int] = []
-    hits: list[list[int]] = []
-    for one in known:
-        reached = add_by_depth(reached, one.reached)
-        hits = [
-            add_by_depth(mine, theirs)
-            for mine, theirs in zip_longest(hits, one.hits, fillvalue=NOTHING)
-        ]
-    return RankHits(reached, hits)
 
 
 def prompt_counts(runs: PromptRuns, n_draft: int) -> PromptCounts:

@@ -31,7 +31,8 @@ from data.prepare import find_prepared, prepare
 from data.reader import ShardReader
 from data.records import PreparedData
 from data.sources import DataFile, digest
-from eval.main import choose_prompts, evaluate
+from eval.chosen import choose_prompts
+from eval.main import evaluate
 from models.draft_file import CONFIG
 from models.export.vllm import export_run
 from models.token_strings import save_tokens

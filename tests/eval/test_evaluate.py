@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -11,24 +12,34 @@ from typing import Any
 import pytest
 import torch
 
+from conf.choices import EvalRule, StepKind
 from conf.schema import ConfigError, Device, EvalSection, RunConfig, RunSection, VerifierSection
+from conf.shapes import chain
 from data.eval_prompts import EvalPrompt, Turn
 from data.prepare import prepare
 from data.records import TokenizedSample
 from data.render import REFUSED
 from data.split import prompt_digest
 from data.template import encode_prompt
+from eval import costs
 from eval import main as stage
 from eval.decode import DecodeSettings
-from eval.main import count_trained_prompts, evaluate, main
-from eval.measure import placed, run_exact, training_answers
-from eval.summary import read_held_out_tau
+from eval.described import count_trained_prompts
+from eval.foretold import HeldOut, read_held_out
+from eval.main import evaluate, main
+from eval.measure import Asking, placed, run_exact, training_answers
+from eval.report_file import read_report
 from models.draft_file import save_draft
 from models.verifier import Verifier
 
 
 def lines(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(autouse=True)
+def few_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -85,7 +96,8 @@ def test_report_files(cfg: RunConfig, capsys: pytest.CaptureFixture[str]):
     report = evaluate(cfg, head_of(cfg))
     folder = head_of(cfg).parent / "eval"
     assert {p.name for p in folder.iterdir()} == {
-        *("report.json", "report.md", "acceptance.png", "speed.png")
+        *("report.json", "report.md", "report.html", "acceptance.png", "speed.png"),
+        *("time_split.png", "ranges.png"),
     }
     found = json.loads((folder / "report.json").read_text())
     assert found["tau"] == report.tau == pytest.approx(1 + sum(found["survival_by_depth"]))
@@ -99,6 +111,55 @@ def test_report_files(cfg: RunConfig, capsys: pytest.CaptureFixture[str]):
     assert found["data"]["supervised_tokens"] > found["data"]["training_samples"]
     output = capsys.readouterr().out
     assert "report.md" in output and "speed-up, decode" in output
+    assert output.rstrip().endswith("python -m eval.tune")
+
+
+def test_every_knob_takes_effect(cfg: RunConfig, tiny_verifier: Path):
+    """Once with all of them: filters, stop, batches, trees, repeats, an assistant, temperatures."""
+    section = replace(
+        cfg.eval,
+        max_new_tokens=6,
+        stop=["a"],
+        trees=["2x2"],
+        batch=2,
+        batch_sizes=[2, 1],
+        repeats=2,
+        temperature=1.0,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
+        rule=EvalRule.argmax_draft,
+        temperatures=[0.0, 0.8],
+        assistant=str(tiny_verifier),
+    )
+    evaluate(replace(cfg, eval=section), head_of(cfg))
+    found = read_report(head_of(cfg).parent)
+    assert found.settings.eval == section and found.settings.accept_rule == "argmax_draft"
+    assert list(found.by_tree) == ["2x2"] and list(found.by_batch) == [1, 2]
+    assert [one.batch for one in found.costs] == [1, 2]
+    assert set(found.by_batch[1].library) == {"generate", "assistant_model"}
+    assert set(found.by_batch[2].library) == {"generate"}
+    rules = [(one.temperature, one.rule) for one in found.by_temperature]
+    assert rules == [(0.0, "greedy"), (0.8, "rejection")]
+    assert all(one.counters.rounds > 0 and one.tau >= 1 for one in found.by_temperature)
+    assert found.rank_hits is not None and found.rank_hits.reached[0] == found.counters.rounds
+    assert found.lossless.checked == 0
+
+
+def test_an_assistant_of_other_tokens(cfg: RunConfig, tiny_verifier: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_verifier, other)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"<|unk|>"', '"<|odd|>"'))
+    cfg = replace(cfg, eval=replace(cfg.eval, assistant=str(other)))
+    with pytest.raises(ConfigError, match=r"eval\.assistant=.*: token 0 is '<\|odd\|>'"):
+        evaluate(cfg, head_of(cfg))
+
+
+def test_a_way_to_step_that_is_not_there(cfg: RunConfig):
+    cfg = replace(cfg, eval=replace(cfg.eval, step=StepKind.graphed))
+    with pytest.raises(ConfigError, match=r"eval\.step=graphed"):
+        evaluate(cfg, head_of(cfg))
 
 
 def test_fewer_prompts_take_a_quarter_of_the_unseen(cfg: RunConfig):
@@ -133,10 +194,10 @@ def test_only_unseen_prompts_are_refused(cfg: RunConfig, tmp_path: Path):
 
 
 def test_later_turns_follow_the_verifiers_own_answers(verifier: Verifier, make_draft):
-    settings = DecodeSettings(n_draft=2, max_new_tokens=6, eos_ids=[])
+    settings = DecodeSettings(6, [], chain(2))
     turns = (Turn("system", "s"), Turn("user", "one"), Turn("user", "two"))
     prompt = EvalPrompt("p", "t", None, turns)
-    (found,) = run_exact(verifier, make_draft(), [prompt], settings, {}).runs
+    (found,) = run_exact(verifier, make_draft(), [prompt], settings, Asking()).runs
     first, second = found.answers
     own = verifier.tokenizer.decode(first.plain.tokens, skip_special_tokens=True)
     whole = [*turns[:2], Turn("assistant", str(own)), turns[2]]
@@ -148,9 +209,9 @@ def test_later_turns_follow_the_verifiers_own_answers(verifier: Verifier, make_d
 
 
 def test_a_prompt_without_room_is_counted(verifier: Verifier, make_draft):
-    settings = DecodeSettings(n_draft=2, max_new_tokens=6, eos_ids=[])
+    settings = DecodeSettings(6, [], chain(2))
     long = EvalPrompt("p", "t", None, (Turn("user", "x" * 3000), Turn("user", "y")))
-    exact = run_exact(verifier, make_draft(), [long], settings, {})
+    exact = run_exact(verifier, make_draft(), [long], settings, Asking())
     assert exact.runs == [] and sum(exact.skipped.values()) == 2
 
 
@@ -165,14 +226,14 @@ def second_user_turn_refused(verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 def test_a_turn_the_template_refuses_is_counted(
     verifier: Verifier, make_draft, second_user_turn_refused: None, capsys
 ):
-    settings = DecodeSettings(n_draft=2, max_new_tokens=6, eos_ids=[])
+    settings = DecodeSettings(6, [], chain(2))
     system = Turn("system", "s")
     prompts = [
         EvalPrompt("p", "t", None, (Turn("user", "one"), Turn("user", "two"), Turn("user", "3"))),
         EvalPrompt("q", "t", None, (system, system, Turn("user", "x"))),
         EvalPrompt("r", "t", None, (Turn("user", "x"),)),
     ]
-    exact = run_exact(verifier, make_draft(), prompts, settings, {})
+    exact = run_exact(verifier, make_draft(), prompts, settings, Asking())
     assert [(one.prompt.id, len(one.answers)) for one in exact.runs] == [("p", 1), ("r", 1)]
     assert exact.skipped == {REFUSED: 3}
     assert capsys.readouterr().out.count("one turn only") == 1
@@ -198,10 +259,10 @@ def test_the_exact_runs_models_are_gone_when_the_timed_ones_load(cfg: RunConfig,
 
 
 def test_held_out_tau_may_be_null(tmp_path: Path):
-    assert read_held_out_tau(tmp_path) is None
+    assert read_held_out(tmp_path) == HeldOut()
     for text, value in (('{"tau": null}', None), ('{"tau": 1.5}', 1.5)):
         (tmp_path / "acceptance.json").write_text(text)
-        assert read_held_out_tau(tmp_path) == value
+        assert read_held_out(tmp_path).tau == value
 
 
 def test_training_answers_are_the_supervised_spans_of_the_training_split():
