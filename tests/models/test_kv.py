@@ -6,18 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    Gemma2Config,
-    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3NextConfig,
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from conf.schema import ConfigError
 from models.kv import KVCache
 
 VOCAB = 128
@@ -229,21 +224,3 @@ def test_limits_are_named():
     with pytest.raises(ValueError, match="rows are unique"):
         cache.keep(torch.tensor([0, 0]))
     assert cache.lengths.tolist() == [5, 5]
-
-
-def test_refuses_what_it_cannot_cache_exactly():
-    def make(config: object, capacity: int = 64) -> KVCache:
-        return KVCache(config, 1, capacity, CPU, torch.float32)  # pyright: ignore
-
-    with pytest.raises(ConfigError, match=r"verifier.path=here/small.*of 32 tokens, and 64"):
-        config = MistralConfig(sliding_window=32, **SIZES)
-        config._name_or_path = "here/small"
-        make(config)
-    assert make(MistralConfig(sliding_window=64, **SIZES)).capacity == 64  # never reaches it
-    assert make(MistralConfig(sliding_window=None, **SIZES)).capacity == 64
-    with pytest.raises(ConfigError, match="has sliding_attention layers"):
-        make(Gemma2Config(sliding_window=16, **SIZES))
-    with pytest.raises(ConfigError, match="has linear_attention layers;"):
-        make(Qwen3NextConfig(**SIZES))
-    with pytest.raises(ConfigError, match="not rotary"):
-        make(GPT2Config())
