@@ -1,4 +1,4 @@
-"""The cache as forwards of fixed shape see it: its whole capacity, written where the device says."""
+"""The cache as forwards of fixed shape see it: all of it, written where the device says."""
 
 import torch
 from torch import Tensor

@@ -154,7 +154,7 @@ class Steps:
                 return captured(lambda: run(*inputs))
             compiled = self._compiled = self._compiled or compiled_run()
             compiled(*inputs)
-        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+        except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ConfigError(
@@ -197,7 +197,7 @@ class Steps:
 
 def compiled_run() -> Callable[..., Step]:
     """``run`` by torch.compile, with graphs of its own: one for each shape, no fall back."""
-    return torch.compile(
+    return torch.compile(  # pyright: ignore[reportCallIssue]  overloads lack the last two
         run,
         backend=BACKEND,
         fullgraph=True,
