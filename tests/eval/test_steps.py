@@ -1,5 +1,6 @@
 """How a verifier step runs changes no token, and the graphs it needs are bounded."""
 
+import logging
 import shutil
 from dataclasses import replace
 
@@ -19,7 +20,8 @@ from models.verifier import Verifier
 
 PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 60)), [9, 8, 7, 6]]
 SETTINGS = DecodeSettings(max_new_tokens=24, eos_ids=[])
-SHAPES = ["3", "2x2", "dynamic:nodes=6,depth=3,top_k=3"]
+SHAPES = ["6", "2x2", "dynamic:nodes=6,depth=3,top_k=3"]
+NODES = 6  # in each of them: chains and trees share a graph
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
 
 
@@ -36,58 +38,43 @@ def figures(generations: list[Generation]) -> list[tuple]:
 def without_inductor(monkeypatch: pytest.MonkeyPatch):
     """Graphs are traced and guarded as ever, and then run as they are."""
     monkeypatch.setattr(steps_module, "BACKEND", "eager")
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest keeps all
     torch.compiler.reset()
     counters.clear()
 
 
 def decodings(verifier: Verifier, draft, settings: DecodeSettings) -> list[list[tuple]]:
-    """Without a draft and with every shape, batches and singles; sequences leave on their way."""
-    found = []
-    for prompts in (PROMPTS, PROMPTS[2:3]):
-        found.append(figures(decode(verifier, None, prompts, settings, tail=2).generations))
-        for name in SHAPES:
-            guided = decode(verifier, draft, prompts, shaped(name, settings))
-            found.append(figures(guided.generations))
+    """Without a draft and with every shape, in one batch."""
+    found = [figures(decode(verifier, None, PROMPTS, settings, tail=2).generations)]
+    for name in SHAPES:
+        found.append(figures(decode(verifier, draft, PROMPTS, shaped(name, settings)).generations))
     return found
 
 
+@pytest.fixture
+def early(verifier: Verifier) -> DecodeSettings:
+    """Answers end at different times, so that sequences leave the batch."""
+    plain = decode(verifier, None, PROMPTS, SETTINGS).generations
+    return replace(SETTINGS, eos_ids=[plain[0].tokens[5], plain[2].tokens[11]])
+
+
 def test_compiled_steps_give_the_same_text_with_a_graph_a_shape(
-    verifier: Verifier, bigrams, without_inductor
+    verifier: Verifier, bigrams, early: DecodeSettings, without_inductor
 ):
     draft = bigrams(PROMPTS, SETTINGS)
-    plain = decode(verifier, None, PROMPTS, SETTINGS).generations
-    ends = [plain[0].tokens[5], plain[2].tokens[11]]
-    settings = replace(SETTINGS, eos_ids=ends)
-    wanted = decodings(verifier, draft, settings)
-    assert len({len(tokens) for tokens, *_ in wanted[0]}) >= 3  # they left at different times
+    wanted = decodings(verifier, draft, early)
+    assert len({len(tokens) for tokens, *_ in wanted[0]}) >= 3
     steps = Steps(verifier, StepKind.compiled)
-    got = decodings(verifier, draft, replace(settings, steps=steps))
-    assert got == wanted
-    # Two batch sizes, and one, four, five and seven tokens a sequence: root and guesses.
-    assert counters["stats"]["unique_graphs"] == 2 * 4
+    steps.prepare(len(PROMPTS), 100, [1, NODES + 1])
+    assert counters["stats"]["unique_graphs"] == 2
+    assert decodings(verifier, draft, replace(early, steps=steps)) == wanted
+    assert counters["stats"]["unique_graphs"] == 2
+    # One more for another batch size, at the memory that its longer text takes, and it stays.
+    for prompt in ([9, 8] * 150, [5, 6, 7]):
+        one = decode(verifier, None, [prompt], replace(SETTINGS, steps=steps)).generations
+        assert figures(one) == figures(decode(verifier, None, [prompt], SETTINGS).generations)
+        assert counters["stats"]["unique_graphs"] == 3
     assert not counters["graph_break"]
-    assert decodings(verifier, draft, replace(settings, steps=steps)) == wanted
-    assert counters["stats"]["unique_graphs"] == 2 * 4
-
-
-def test_longer_texts_take_more_memory_and_new_graphs(verifier: Verifier, without_inductor):
-    steps = Steps(verifier, StepKind.compiled)
-    short, long = [5, 6, 7], [9, 8] * 150
-    settings = replace(SETTINGS, max_new_tokens=8)
-    for prompt, graphs in ((short, 1), (long, 2), (short, 2)):
-        one = decode(verifier, None, [prompt], replace(settings, steps=steps)).generations[0]
-        assert one.tokens == decode(verifier, None, [prompt], settings).generations[0].tokens
-        assert counters["stats"]["unique_graphs"] == graphs
-
-
-def test_prepared_steps_make_no_graph_later(verifier: Verifier, bigrams, without_inductor):
-    steps = Steps(verifier, StepKind.compiled)
-    steps.prepare(len(PROMPTS), 100, [1, 4])
-    assert counters["stats"]["unique_graphs"] == 2
-    settings = shaped("3", replace(SETTINGS, steps=steps))
-    decode(verifier, bigrams(PROMPTS, SETTINGS), PROMPTS, settings)
-    decode(verifier, None, PROMPTS, settings)
-    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_step_that_cannot_be_compiled_is_said(
