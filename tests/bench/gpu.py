@@ -9,13 +9,13 @@ events, MFU by counted FLOPs, memory beyond weights and states. Where a step doe
 tried again with activation checkpointing. Then the gradient in bf16 against the plain kernel in
 fp32. It stops between cases when the minutes are over.
 
-Decoding: a verifier of 8B's width and eight layers with a random head. Single steps of 1, 5 and 13
+Decoding: a verifier of 8B's width and eight layers with a random head. Single steps of 1, 5 and 16
 tokens, eager, compiled and graphed, and whole answers without a draft, with chains of 4 and with a
 tree, by each kind of steps; in fp32 all must give the same tokens. ``--compile`` adds the compiled
 ones, which take a minute or so a shape.
 
-Without CUDA it tries its path on tiny shapes. Tests that need nothing
-but pytest beside it:
+Without CUDA it tries its path on tiny shapes. The tests for a GPU need nothing but
+pytest beside it:
 
     python -m pytest --noconftest tests/models/test_attention.py
     python -m pytest tests/eval/test_steps.py

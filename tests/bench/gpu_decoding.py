@@ -18,8 +18,8 @@ from decoding import (
 from problem import Place
 from workload import TINY, Shape
 
-DECODE_LAYERS, DECODE_TOKENS = 8, 128  # an eighth as long a model, answers as long as prompts
-DECODE_WIDTHS, DECODE_SHAPES = (1, 5, 13), ("4", "3x2x1")
+DECODE_LAYERS, DECODE_TOKENS = 8, 128  # a quarter of its layers, answers as long as prompts
+DECODE_WIDTHS, DECODE_SHAPES = (1, 5, 16), ("4", "3x2x1")
 
 
 @dataclass(frozen=True)
