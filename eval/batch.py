@@ -10,25 +10,25 @@ from eval.output import Ends, Output
 from eval.sides import TargetDecoder
 from models.generate import into_holes
 from models.sampling import OwnDice, Sampling, draw_at, probabilities
-from models.verifier import Verifier
+from models.steps import Steps
 
 
 class Batch:
     """Prompts, their outputs and the verifier's side; rows of ``target`` belong to ``live``."""
 
     def __init__(
-        self, verifier: Verifier, prompts: Sequence[list[int]], ends: Ends, guesses: int, tail: int
+        self, steps: Steps, prompts: Sequence[list[int]], ends: Ends, guesses: int, tail: int
     ):
         """``guesses``: most that a round feeds beside the root. Raises ConfigError for a prompt
         that leaves no position to answer in."""
-        self.device = verifier.device
+        self.device = steps.verifier.device
         self.begin = now(self.device)
         self.prompts = prompts
-        positions = verifier.facts.max_positions
+        positions = steps.verifier.facts.max_positions
         self.outputs = [Output(ids, ends, positions, tail) for ids in prompts]
         self.live = list(range(len(prompts)))  # the outputs of the sequences in the batch
         self.capacity = max(output.capacity for output in self.outputs) + guesses
-        self.target = TargetDecoder(verifier, len(prompts), self.capacity)
+        self.target = TargetDecoder(steps, len(prompts), self.capacity)
         self.steps = 0  # verifier forwards after prefill, tails apart
 
     @property

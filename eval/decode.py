@@ -25,6 +25,7 @@ from eval.verify import AcceptRule, Verdict
 from models.branches import Branches
 from models.eagle3 import Eagle3Draft
 from models.sampling import OwnDice, Sampling
+from models.steps import Steps
 from models.verifier import Verifier
 
 
@@ -38,6 +39,7 @@ class DecodeSettings:
     rule: AcceptRule = AcceptRule.greedy
     seed: int = 0  # of the first sequence; the next ones count up
     measure_overlap: bool = False  # also overlap and ranks: slower, so not in timed runs
+    steps: Steps | None = None  # of the verifier that decodes; None: eager ones
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a length out of range or a rule that does not fit the sampling."""
@@ -73,7 +75,9 @@ def decode(
     for a prompt that leaves no position, and for a draft that was trained on other states.
     """
     guesses = settings.shape.nodes if draft is not None and settings.shape else 0
-    batch = Batch(verifier, prompts, settings.ends, guesses, tail)
+    steps = settings.steps or Steps(verifier)
+    assert steps.verifier is verifier, "the steps of another verifier"
+    batch = Batch(steps, prompts, settings.ends, guesses, tail)
     own = seeds if seeds is not None else range(settings.seed, settings.seed + len(prompts))
     if draft is not None and settings.shape is not None:
         check_pair(verifier, draft)

@@ -20,19 +20,18 @@ from conf.schema import ConfigError
 from eval.propose import Proposal
 from models.branches import Branches
 from models.eagle3 import DraftOutput, Eagle3Draft
-from models.kv import KVCache
 from models.memory import DraftCache
+from models.steps import Steps
 from models.verifier import Verifier, VerifierStates
 
 
 class TargetDecoder:
     """The verifier with its cache. Its roots are the tokens emitted last."""
 
-    def __init__(self, verifier: Verifier, batch: int, capacity: int):
-        self.verifier = verifier
-        device, dtype = verifier.device, verifier.dtype
-        self.cache = KVCache(verifier.model.config, batch, capacity, device, dtype)
-        self.root = torch.empty(batch, 1, dtype=torch.long, device=device)
+    def __init__(self, steps: Steps, batch: int, capacity: int):
+        self.steps, self.verifier = steps, steps.verifier
+        self.cache = steps.cache(batch, capacity)
+        self.root = torch.empty(batch, 1, dtype=torch.long, device=self.verifier.device)
         self.states: VerifierStates  # of the rows fed last
 
     def prefill(self, prompts: Tensor, lengths: list[int]) -> Tensor:
@@ -45,9 +44,10 @@ class TargetDecoder:
 
     def step(self) -> Tensor:
         """Feed the roots alone: logits [B, V] of the next tokens."""
-        self.states = self.verifier.states(self.root, self.cache)
+        step = self.steps.take(self.root, self.cache)
+        self.states = step.states
         self.cache.advance(1)
-        return self.verifier.logits_from(self.states.last[:, -1])
+        return step.logits[:, -1]
 
     def score(self, proposal: Proposal, branches: Branches | None) -> Tensor:
         """Feed roots and guesses: logits [B, M+1, V]. ``commit`` says what stays.
@@ -55,8 +55,9 @@ class TargetDecoder:
         ``branches``: how guesses hang together; None: they are a chain.
         """
         tokens = torch.cat([self.root, proposal.ids], -1)
-        self.states = self.verifier.states(tokens, self.cache, branches)
-        return self.verifier.logits_from(self.states.last)
+        step = self.steps.take(tokens, self.cache, branches)
+        self.states = step.states
+        return step.logits
 
     def commit(self, path: Tensor, accepted: list[int], line: bool) -> Tensor:
         """Keep the roots and the first ``accepted`` nodes of ``path`` [B, K], 1 and up.

@@ -111,7 +111,7 @@ def guess(tables: Tables, root: Tensor, n: int, dice: SharedDice) -> Tensor:
 def judge(tables: Tables, root: Tensor, ids: Tensor, dice: SharedDice) -> Verdict:
     """The rule that models go through, too."""
     target, draft = rows_of(tables, root, ids)
-    return accept_drawn(target, draft, ids, dice.generator)
+    return accept_drawn(target, draft, ids, dice)
 
 
 def rows_of(tables: Tables, root: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def first_tokens_without_residual(tables: Tables, sequences: int, seed: int) -> 
     ids = guess(tables, root, 1, dice)
     target, draft = rows_of(tables, root, ids)
     verdict = judge(tables, root, ids, dice)
-    again = draw_after(target, torch.zeros_like(draft), torch.zeros_like(root), dice.generator)
+    again = draw_after(target, torch.zeros_like(draft), torch.zeros_like(root), dice)
     return torch.where(verdict.accepted > 0, ids[:, 0], again)
 
 

@@ -24,3 +24,10 @@ class Branches:
         for _ in range(levels):
             seen = own | seen.gather(1, above)
         return cls(seen.sum(-1) - 1, seen)
+
+    @classmethod
+    def line(cls, batch: int, size: int, device: torch.device) -> "Branches":
+        """Each token behind the one before, as without branches."""
+        depth = torch.arange(size, device=device)
+        seen = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+        return cls(depth.repeat(batch, 1), seen.repeat(batch, 1, 1))

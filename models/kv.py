@@ -17,11 +17,7 @@ class KVCache(Cache):
     back is advancing by less: what lies beyond the logical length is overwritten later. Layers with
     a window store as much as the others and see less, so that rolling back is the same there.
     Layers are allocated by the shapes the model sends, zeroed: a masked row must not hold NaN.
-
-    ``fixed`` gives every step of T tokens the same shapes and no number of the host: it writes by
-    ``lengths`` on the device, which then stay in one place, and returns the whole capacity under a
-    mask. That is what a CUDA graph or a compiled step needs, until ``keep`` changes the batch; it
-    costs attention over the whole capacity. May be set after a growing prefill.
+    ``models/fixed.py`` sees the same memory in forwards whose shapes never change.
     """
 
     def __init__(
@@ -31,36 +27,35 @@ class KVCache(Cache):
         capacity: int,
         device: torch.device,
         dtype: torch.dtype,
-        fixed: bool = False,
     ):
         """``dtype`` is the verifier's. Raises ConfigError when this cache cannot serve it."""
         super().__init__(layers=[])
-        self._reaches = reaches_of(config, capacity)
+        self.reaches = reaches_of(config, capacity)
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
         text = config.get_text_config(decoder=True)
-        self._additive = text._attn_implementation == "eager"  # it adds its mask to the scores
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-        self._batch = batch
-        self.fixed = fixed
-        self._rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
-        self._set_lengths([0] * batch)
+        self.additive = text._attn_implementation == "eager"  # it adds its mask to the scores
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.room = batch  # sequences that there is memory for
+        self.begin(batch)
 
-    def _set_lengths(self, lengths: list[int]) -> None:
-        """Keep the lengths on both sides: the host's decide slices without a device round trip."""
+    def begin(self, batch: int) -> None:
+        """Start over with ``batch`` empty sequences, at most ``room``, in the same memory."""
+        self.slots = batch  # sequences at the start: those that leave do not change it
+        self._set_batch([0] * batch)
+
+    def _set_batch(self, lengths: list[int]) -> None:
+        self._set_host(lengths)
+        self.lengths = torch.tensor(lengths, dtype=torch.long, device=self.device)  # [B]
+        self._rows = torch.arange(len(lengths), device=self.device)[:, None]  # [B, 1]
+
+    def _set_host(self, lengths: list[int]) -> None:
+        """The lengths are kept on both sides: the host's decide slices without a wait."""
         self._host = lengths
         self._longest = max(lengths, default=0)
         self._uniform = all(n == self._longest for n in lengths)
-        known = torch.tensor(lengths, dtype=torch.long, device=self.device)
-        if len(lengths) != len(self._rows):
-            self._rows = torch.arange(len(lengths), device=self.device)[:, None]
-        elif self.fixed:
-            self.lengths.copy_(known)  # a recorded step reads them where they are
-            return
-        self.lengths = known
 
     @property
     def batch(self) -> int:
@@ -69,19 +64,21 @@ class KVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kw: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [B, Hkv, T, Dh] at each sequence's length; views up to the longest end, or all.
+        """Write [B, Hkv, T, Dh] at each sequence's length; views up to the longest end.
 
-        Further arguments are the library's and concern other caches.
+        Further arguments are the library's and concern other caches. Raises ValueError when the
+        rows do not fit.
         """
         steps = key_states.shape[2]
-        end = self.capacity if self.fixed else self._longest + steps
-        keys = self._store(self._keys, layer_idx, key_states)
-        values = self._store(self._values, layer_idx, value_states)
-        if self._uniform and not self.fixed:
+        self.check_room(steps)
+        end = self._longest + steps
+        keys = self._store(self.keys, layer_idx, key_states)
+        values = self._store(self.values, layer_idx, value_states)
+        if self._uniform:
             keys[:, :, self._longest : end] = key_states
             values[:, :, self._longest : end] = value_states
         else:
-            rows, slots = self._rows, self._slots(steps)
+            rows, slots = self._rows, self._places(steps)
             keys[rows, :, slots] = key_states.transpose(1, 2)  # indexed dims lead: [B, T, Hkv, Dh]
             values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
@@ -90,10 +87,11 @@ class KVCache(Cache):
         """The rows in use [B, Hkv, capacity, Dh] of one layer, allocated when first asked for."""
         if layer_idx not in layers:
             _, heads, _, width = like.shape
-            layers[layer_idx] = like.new_zeros(self._batch, heads, self.capacity, width)
+            layers[layer_idx] = like.new_zeros(self.room, heads, self.capacity, width)
         return layers[layer_idx][: self.batch]
 
-    def _check_room(self, steps: int) -> None:
+    def check_room(self, steps: int) -> None:
+        """Raise ValueError when the longest sequence has no room for ``steps`` more tokens."""
         if self._longest + steps > self.capacity:
             raise ValueError(
                 f"KVCache: {self._longest} cached + {steps} new tokens exceed capacity="
@@ -110,7 +108,11 @@ class KVCache(Cache):
         lengths = [n + more for n, more in zip(self._host, added, strict=True)]
         if lengths and (min(lengths) < 0 or max(lengths) > self.capacity):
             raise ValueError(f"KVCache: lengths {lengths} leave 0..capacity={self.capacity}")
-        self._set_lengths(lengths)
+        self._set_host(lengths)
+        if len(set(added)) == 1:  # no transfer
+            self.lengths = self.lengths + added[0]
+        else:
+            self.lengths = torch.tensor(lengths, dtype=torch.long, device=self.device)
 
     def commit(self, path: Tensor, counts: list[int] | Tensor, line: bool = False) -> None:
         """Keep the root and the first counts[b] nodes of path[b] of the rows written last.
@@ -126,7 +128,7 @@ class KVCache(Cache):
             root = self.lengths[:, None]
             source = root + path[:, :depth]  # [B, K]: what lies beyond counts[b] is junk
             target = root + 1 + torch.arange(depth, device=self.device)
-            for layer in (*self._keys.values(), *self._values.values()):
+            for layer in (*self.keys.values(), *self.values.values()):
                 self._move(layer[: self.batch], source, target)
         self.advance([n + 1 for n in standing])
 
@@ -137,17 +139,13 @@ class KVCache(Cache):
         else:
             layer[self._rows, :, target] = layer[self._rows, :, source]  # the right side is a copy
 
-    def _slots(self, steps: int) -> Tensor:
+    def _places(self, steps: int) -> Tensor:
         """[B, T] the rows that the next ``steps`` tokens take."""
         return self.lengths[:, None] + torch.arange(steps, device=self.device)
 
     def positions(self, steps: int, branches: Branches | None = None) -> Tensor:
-        """[B, T] positions of the next ``steps`` tokens: one behind the other, or by depth.
-
-        Raises ValueError when their rows do not fit.
-        """
-        self._check_room(steps)
-        return self._slots(steps) if branches is None else self.lengths[:, None] + branches.depth
+        """[B, T] positions of the next ``steps`` tokens: one behind the other, or by depth."""
+        return self._places(steps) if branches is None else self.lengths[:, None] + branches.depth
 
     def mask(self, steps: int, branches: Branches | None = None) -> Mask | None:
         """[B, 1, T, longest + T]: query i of sequence b sees keys 0..lengths[b]+i, or its branch.
@@ -156,22 +154,17 @@ class KVCache(Cache):
         where some have a window or chunk that the text exceeds. None where the library's maskless
         call is exact and quicker: an empty cache (causality alone, right-padded rows are junk),
         and on an accelerator one token a sequence at equal lengths. On a CPU that call is up to
-        six times slower with grouped heads in bfloat16, and no quicker in float32. A fixed cache
-        masks its whole capacity [B, 1, T, capacity], always.
+        six times slower with grouped heads in bfloat16, and no quicker in float32.
         """
-        size = self.capacity if self.fixed else self._longest + steps
-        reaches = [reach if reach.limits(size) else Reach(reach.kind) for reach in self._reaches]
-        if branches is None and not self.fixed:
-            one_each = steps == 1 and self._uniform and self.device.type != "cpu"
-            limited = any(reach.limits(size) for reach in reaches)
-            if self._longest == 0 or (one_each and not limited):
-                return None
+        size = self._longest + steps
+        reaches = [reach if reach.limits(size) else Reach(reach.kind) for reach in self.reaches]
+        one_each = steps == 1 and self._uniform and self.device.type != "cpu"
+        if self._longest == 0 and branches is None:
+            return None
+        if one_each and not any(reach.limits(size) for reach in reaches):
+            return None
         masks = masks_of(sight_of(self.lengths, steps, size, branches), reaches)
-        if not self._additive:
-            return masks
-        if isinstance(masks, Tensor):
-            return additive(masks, self.dtype)
-        return {kind: additive(mask, self.dtype) for kind, mask in masks.items()}
+        return additive(masks, self.dtype) if self.additive else masks
 
     def keep(self, rows: Tensor) -> None:
         """Go on with sequences ``rows`` [B'] (unique), in that order; the others leave.
@@ -185,9 +178,9 @@ class KVCache(Cache):
         if moved:
             target = torch.tensor(moved, device=self.device)
             source = torch.tensor([chosen[i] for i in moved], device=self.device)
-            for layer in (*self._keys.values(), *self._values.values()):
+            for layer in (*self.keys.values(), *self.values.values()):
                 layer[target] = layer[source]  # the right side is a copy before the write
-        self._set_lengths([self._host[row] for row in chosen])
+        self._set_batch([self._host[row] for row in chosen])
 
     # What the library's models and mask code ask of a cache.
 
@@ -198,8 +191,8 @@ class KVCache(Cache):
         return self.capacity
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.capacity if self.fixed else self._longest + query_length, 0
+        return self._longest + query_length, 0
 
     @property
     def is_initialized(self) -> bool:
-        return bool(self._keys)
+        return bool(self.keys)

@@ -78,8 +78,14 @@ def masks_of(sight: Sight, reaches: list[Reach]) -> Mask:
     return {reach.kind: by_limit[reach.window, reach.chunk] for reach in reaches}
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(seen: Mask, dtype: torch.dtype) -> Mask:
     """What eager attention adds to the scores: 0 where seen, else the lowest number."""
+    if isinstance(seen, dict):
+        return {kind: _scores(mask, dtype) for kind, mask in seen.items()}
+    return _scores(seen, dtype)
+
+
+def _scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
     hidden = torch.finfo(dtype).min
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, hidden)
 

@@ -29,6 +29,7 @@ from models.facts import (
     load_facts,
     load_tokenizer,
 )
+from models.fixed import FixedCache
 from models.kv import KVCache
 from models.placement import Placement, place
 from models.rope import settle_longrope
@@ -116,7 +117,10 @@ class Verifier:
 
     @torch.no_grad()
     def states(
-        self, input_ids: Tensor, cache: KVCache | None = None, branches: Branches | None = None
+        self,
+        input_ids: Tensor,
+        cache: KVCache | FixedCache | None = None,
+        branches: Branches | None = None,
     ) -> VerifierStates:
         """Run the backbone over ``input_ids`` [B, T].
 

@@ -1,16 +1,24 @@
-"""One training step on a GPU: heads of Llama-3.1-8B's and Llama-3.3-70B's sizes, in bf16.
+"""One training step and decoding on a GPU: heads of Llama-3.1-8B's and 70B's sizes, in bf16.
 
     python tests/bench/gpu.py [--minutes 5] [--lengths 2048 8192 32768 65536] [--shares 40 100]
-                              [--compile] [--json FILE] [--tiny]
+                              [--only steps|decoding] [--compile] [--json FILE] [--tiny]
 
 Random weights and states, K = 7, one document with its answer at the end. For each length and share
 every attention kernel that is there, side by side: seconds of forward and backward between CUDA
 events, MFU by counted FLOPs, memory beyond weights and states. Where a step does not fit, it is
 tried again with activation checkpointing. Then the gradient in bf16 against the plain kernel in
-fp32. It stops between cases when the minutes are over. Without CUDA it tries its path on tiny
-shapes. The kernels' own tests need nothing but pytest beside it:
+fp32. It stops between cases when the minutes are over.
+
+Decoding: a verifier of 8B's width and eight layers with a random head. Single steps of 1, 5 and 16
+tokens, eager, compiled and graphed, and whole answers without a draft, with chains of 4 and with a
+tree, by each kind of steps; in fp32 all must give the same tokens. ``--compile`` adds the compiled
+ones, which take a minute or so a shape.
+
+Without CUDA it tries its path on tiny shapes. The tests for a GPU need nothing but
+pytest beside it:
 
     python -m pytest --noconftest tests/models/test_attention.py
+    python -m pytest tests/eval/test_steps.py
 """
 
 import argparse
@@ -22,14 +30,15 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(1, str(ROOT))
 
 import torch  # noqa: E402  after the path is set
 from arena import note  # noqa: E402
-from bars import bar_lines, bars_as_json  # noqa: E402
+from bars import Bar, bar_lines, bars_as_json  # noqa: E402
+from gpu_decoding import decodings  # noqa: E402
 from gpu_report import (  # noqa: E402
     Case,
     Figure,
@@ -224,6 +233,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 65536])
     parser.add_argument("--shares", type=int, nargs="+", default=[40, 100])
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
+    parser.add_argument("--only", choices=("steps", "decoding"), help="one of the two parts")
     parser.add_argument("--tiny", action="store_true", help="try the path; figures mean nothing")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
@@ -234,6 +244,18 @@ def arguments() -> argparse.Namespace:
     if args.tiny:
         args.lengths = [32, 64]
     return args
+
+
+def training_steps(args: argparse.Namespace, bench: Bench) -> list[Figure]:
+    figures: list[Figure] = []
+    for head, shape in ({"tiny": replace(TINY, batch=1)} if args.tiny else HEADS).items():
+        found: list[Figure] = []
+        for figure in bench.figures_of(head, problems_of(args, shape), args.compile):
+            note(described(figure))
+            found.append(figure)
+        print("\n".join(table(head, found)), flush=True)
+        figures += found
+    return figures
 
 
 def main() -> None:
@@ -247,22 +269,24 @@ def main() -> None:
     machine = f"{name}, torch {torch.__version__}, matrix product {rate / 1e12:.3g} TFLOP/s"
     print(f"{machine}\nMFU is of {peak / 1e12:.3g} TFLOP/s: {source}\n", flush=True)
     budget = Budget(60 * args.minutes, GUESS * peak)
-    errors = parity(device)
-    print("\n".join(parity_lines(errors)), flush=True)
-    bench, figures = Bench(Place(device, torch.bfloat16), peak, budget), []
-    for head, shape in ({"tiny": replace(TINY, batch=1)} if args.tiny else HEADS).items():
-        found = []
-        for figure in bench.figures_of(head, problems_of(args, shape), args.compile):
-            note(described(figure))
-            found.append(figure)
-        print("\n".join(table(head, found)), flush=True)
-        figures += found
-    goal = any(chip in name for chip in GOAL_CHIPS) and not args.tiny
-    bars = bars_of(figures, errors, goal)
+    rows: dict[str, Any] = {}
+    bars: list[Bar] = []
+    if args.only != "decoding":
+        errors = parity(device)
+        print("\n".join(parity_lines(errors)), flush=True)
+        figures = training_steps(args, Bench(Place(device, torch.bfloat16), peak, budget))
+        rows |= {"cases": [f.as_json() for f in figures], "gradient_errors": errors}
+        goal = any(chip in name for chip in GOAL_CHIPS) and not args.tiny
+        bars += bars_of(figures, errors, goal)
+    if args.only != "steps":
+        release()
+        decoded = decodings(TINY if args.tiny else LLAMA_8B, device, args.compile)
+        print("\n".join(decoded.lines), flush=True)
+        rows |= {"decoding": decoded.as_json()}
+        bars += decoded.bars
     print("\n".join(bar_lines(bars)))
     if args.json:
         run = {"command": sys.argv, "machine": machine, "matrix_product_flops": rate, "peak": peak}
-        rows = {"cases": [f.as_json() for f in figures], "gradient_errors": errors}
         content = run | rows | {"bars": bars_as_json(bars)}
         write_atomically(args.json, json.dumps(content, indent=2) + "\n")
 

@@ -12,6 +12,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent))  # the benchmark's modules import each other
 
 import gpu
+from gpu_decoding import DECODE_SHAPES
 from gpu_report import Case, Figure, Taken, bars_of
 from machine import peak_flops
 from problem import Place, Problem
@@ -54,6 +55,13 @@ def test_the_path_runs_and_every_printed_figure_is_in_the_json(tmp_path: Path):
     assert len(figures["gradient_errors"]) == 2 * len(kernels)  # each recomputed, too
     assert all(0 < error <= 1e-2 for error in figures["gradient_errors"].values())
     assert figures["matrix_product_flops"] > 0
+    decoding = figures["decoding"]
+    assert {one["tokens"] for one in decoding["steps"]} == {1, 5, 16}
+    assert all(one["median_seconds"] > 0 and one["error"] < 0.1 for one in decoding["steps"])
+    assert {one["shape"] for one in decoding["exact"]} == {"plain", *DECODE_SHAPES}
+    for one in (*decoding["answers"], *decoding["exact"]):
+        assert one["tokens_per_second"] > 0
+    assert all(one["same"] for one in decoding["exact"])
     assert "MFU" in run.stdout and "Bars" in run.stdout
 
 

@@ -17,6 +17,7 @@ from eval.sides import DraftDecoder
 from eval.verify import AcceptRule, scatter_to_target
 from models.eagle3 import Eagle3Draft
 from models.sampling import Sampling, SharedDice, probabilities
+from models.steps import Steps
 from models.verifier import Verifier
 
 PROMPT = [1, 40, 41, 42, 43, 90, 3]
@@ -37,7 +38,7 @@ def decode_speculative(
 
 
 def speculation(verifier: Verifier, draft: Eagle3Draft, settings: DecodeSettings) -> Speculation:
-    batch = Batch(verifier, [PROMPT], settings.ends, N, tail=0)
+    batch = Batch(Steps(verifier), [PROMPT], settings.ends, N, tail=0)
     return Speculation(batch, draft, settings, [settings.seed])
 
 

@@ -1,12 +1,10 @@
 """The cache gives what an uncached forward gives, whatever was rolled back before."""
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -304,74 +302,3 @@ def test_prompts_of_700_and_2500_tokens():
             assert_same(prefill[b, : lengths[b]], wanted[b, : lengths[b]])
             assert_same(got[b], wanted[b, n : n + steps])
         cache.advance(steps)
-
-
-# ---- fixed shapes ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("late", [False, True])
-def test_fixed_equals_growing(late: bool, attention: str):
-    """From the start, or set after the prefill; ragged, through trees, and after one leaves."""
-    model = llama(torch.float32, attention)
-    lengths, ids = [5, 9, 1], text(3, 9)
-    grows = cache_for(model, 3)
-    fixed = KVCache(model.config, 3, 40, CPU, model.dtype, fixed=not late)
-    assert_same(cached(model, ids, fixed), cached(model, ids, grows))
-    fixed.fixed = True
-    place = None
-    for seed in range(3):
-        for cache in (grows, fixed):
-            cache.advance(lengths if seed == 0 else 1)
-        assert place is None or fixed.lengths.data_ptr() == place  # advanced in place
-        place = fixed.lengths.data_ptr()
-        parents = torch.tensor([[0, 0, 1], [0, 1, 2], [0, 0, 0]])
-        forks, tokens = Branches.of_parents(parents), text(3, 4, seed=seed)
-        assert_same(cached(model, tokens, fixed, forks), cached(model, tokens, grows, forks))
-        for cache in (grows, fixed):
-            cache.commit(torch.tensor([[1, 3], [1, 2], [3, 0]]), [2, 1, 1])
-        more = text(3, 1, seed=seed + 5)
-        assert_same(cached(model, more, fixed), cached(model, more, grows))
-    for cache in (grows, fixed):
-        cache.keep(torch.tensor([2, 0]))
-    assert fixed.lengths.tolist() == grows.lengths.tolist()
-    assert_same(cached(model, text(2, 2), fixed), cached(model, text(2, 2), grows))
-    with pytest.raises(ValueError, match="exceed capacity=40"):
-        cached(model, text(2, 30), fixed)
-
-
-def recorded(model: PreTrainedModel, steps: int, cache: KVCache) -> Callable[[Tensor], Tensor]:
-    """The tensor operations of one step, as a CUDA graph keeps them: numbers are frozen in."""
-    seen = text(cache.batch, steps, seed=8)
-    return make_fx(lambda ids: cached(model, ids, cache))(seen)
-
-
-def test_a_fixed_step_can_be_replayed():
-    """What was recorded at other lengths holds: no number of the host is in it."""
-    model = llama(torch.float32)
-    grows, fixed = cache_for(model, 2), KVCache(model.config, 2, 40, CPU, model.dtype, fixed=True)
-    ids = text(2, 9)
-    for cache in (grows, fixed):
-        cached(model, ids, cache)
-        cache.advance([9, 4])
-    step = recorded(model, 2, fixed)
-    for seed, counts in enumerate(([2, 1], [1, 1], [2, 2])):
-        tokens = text(2, 2, seed=seed)
-        assert_same(step(tokens), cached(model, tokens, grows))
-        for cache in (grows, fixed):
-            cache.advance(counts)
-
-
-def test_a_growing_step_cannot():
-    """The control of the recording: it keeps the rows and the sizes that it was made with."""
-    model = llama(torch.float32)
-    cache, other = cache_for(model, 1), cache_for(model, 1)
-    for one in (cache, other):
-        cached(model, text(1, 9), one)
-        one.advance(9)
-    step = recorded(model, 1, cache)
-    for one in (cache, other):
-        cached(model, text(1, 3, seed=2), one)
-        one.advance(3)
-    wanted = cached(model, text(1, 1), other)
-    assert float((step(text(1, 1)) - wanted).abs().max()) > 1e-2

@@ -53,7 +53,7 @@ class Trees:
         self.parents = [[draw.randint(0, n) for n in range(guesses)] for _ in range(batch)]
         self.ids = [[draw.randrange(VOCAB) for _ in range(self.size)] for _ in range(batch)]
         self.tokens = torch.tensor(self.ids)
-        self.branches = Branches.of_parents(torch.tensor(self.parents, dtype=torch.long))
+        self.branches = Branches.of_parents(torch.tensor(self.parents, dtype=torch.long), guesses)
 
     def path(self, row: int, node: int) -> list[int]:
         """From the root, which is not among them, to ``node``."""
@@ -155,7 +155,7 @@ def test_a_tree_in_a_batch_equals_the_tree_alone(llama: PreTrainedModel):
 def test_a_line_as_branches_is_a_line(llama: PreTrainedModel):
     """The same logits without them; and a path that is one moves nothing, said or not."""
     run, other = Run(llama, LENGTHS), Run(llama, LENGTHS)
-    line = Branches.of_parents(torch.arange(4).repeat(3, 1))
+    line = Branches.of_parents(torch.arange(4).repeat(3, 1), 4)
     tokens = torch.randint(VOCAB, (3, 5), generator=torch.Generator().manual_seed(1))
     assert torch.allclose(run.feed(tokens, line), other.feed(tokens), rtol=0, atol=1e-5)
     path, counts = torch.tensor([[1, 2, 3, 4]] * 3), [4, 0, 2]
@@ -226,7 +226,7 @@ def test_controls_of_compaction(llama: PreTrainedModel, off: int | None):
     """Rows off by one, or left where they were."""
     run, trees = Run(llama, [6, 4]), Trees(2, 6, seed=2)
     trees.parents = [[0, 0, 2, 2, 4, 0]] * 2
-    trees.branches = Branches.of_parents(torch.tensor(trees.parents))
+    trees.branches = Branches.of_parents(torch.tensor(trees.parents), trees.size)
     run.feed(trees.tokens, trees.branches)
     path = [2, 4, 5]
     if off is None:

@@ -50,7 +50,7 @@ def test_a_chunk_forgets_all_before_it():
     assert drawn(second) == ["xxx....", "...x...", "...xx.."]
 
 
-FORKS = Branches.of_parents(torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3]]))  # two forks, one line
+FORKS = Branches.of_parents(torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3]]), 4)  # two forks, one line
 
 
 def test_a_branch_sees_its_ancestors():

@@ -8,9 +8,10 @@ import pytest
 from conf.schema import EvalSection
 from data.eval_prompts import EvalPrompt
 from data.records import Turn
-from eval.acceptance import Interval, NgramTable, RankHits
+from eval.acceptance import Interval, RankHits
 from eval.lossless import Difference
 from eval.measure import Answer, ExactRuns, PromptRuns
+from eval.ngram import NgramTable
 from eval.report import DataOrigin, EvalReport, EvalSettings
 from eval.speed_report import (
     Baselines,

@@ -376,7 +376,8 @@ def test_tree_nodes_give_the_states_of_their_paths(verifier: Verifier):
     for seed in (1, 2):
         trees = [RandomTree(7, seed=10 * seed + row) for row in range(3)]
         tokens = torch.tensor([tree.tokens for tree in trees])
-        branches = Branches.of_parents(torch.tensor([tree.parents for tree in trees]))
+        parents = torch.tensor([tree.parents for tree in trees])
+        branches = Branches.of_parents(parents, parents.shape[1])
         found = verifier.states(tokens, cache, branches)
         wanted = [
             verifier.states(torch.tensor([text + tree.text_of(node)]))

@@ -1,0 +1,127 @@
+"""How a verifier step runs changes no token, and the graphs it needs are bounded."""
+
+import logging
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from conf.choices import EvalRule, StepKind
+from conf.schema import ConfigError
+from conf.shapes import parse_shape
+from eval.decode import DecodeSettings, decode
+from eval.generation import Generation
+from eval.round_plan import rule_of
+from models import steps as steps_module
+from models.steps import Steps
+from models.verifier import Verifier
+
+PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 60)), [9, 8, 7, 6]]
+SETTINGS = DecodeSettings(max_new_tokens=24, eos_ids=[])
+SHAPES = ["6", "2x2", "dynamic:nodes=6,depth=3,top_k=3"]
+NODES = 6  # in each of them: chains and trees share a graph
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+
+
+def shaped(name: str, settings: DecodeSettings) -> DecodeSettings:
+    shape = parse_shape(name, "eval.trees")
+    return replace(settings, shape=shape, rule=rule_of(EvalRule.auto, shape, settings.sampling))
+
+
+def figures(generations: list[Generation]) -> list[tuple]:
+    return [(one.tokens, one.tail, one.rounds) for one in generations]
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch):
+    """Graphs are traced and guarded as ever, and then run as they are."""
+    monkeypatch.setattr(steps_module, "BACKEND", "eager")
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest keeps all
+    torch.compiler.reset()
+    counters.clear()
+
+
+def decodings(verifier: Verifier, draft, settings: DecodeSettings) -> list[list[tuple]]:
+    """Without a draft and with every shape, in one batch."""
+    found = [figures(decode(verifier, None, PROMPTS, settings, tail=2).generations)]
+    for name in SHAPES:
+        found.append(figures(decode(verifier, draft, PROMPTS, shaped(name, settings)).generations))
+    return found
+
+
+@pytest.fixture
+def early(verifier: Verifier) -> DecodeSettings:
+    """Answers end at different times, so that sequences leave the batch."""
+    plain = decode(verifier, None, PROMPTS, SETTINGS).generations
+    return replace(SETTINGS, eos_ids=[plain[0].tokens[5], plain[2].tokens[11]])
+
+
+def test_compiled_steps_give_the_same_text_with_a_graph_a_shape(
+    verifier: Verifier, bigrams, early: DecodeSettings, without_inductor
+):
+    draft = bigrams(PROMPTS, SETTINGS)
+    wanted = decodings(verifier, draft, early)
+    assert len({len(tokens) for tokens, *_ in wanted[0]}) >= 3
+    steps = Steps(verifier, StepKind.compiled)
+    steps.prepare(len(PROMPTS), 100, [1, NODES + 1])
+    assert counters["stats"]["unique_graphs"] == 2
+    assert decodings(verifier, draft, replace(early, steps=steps)) == wanted
+    assert counters["stats"]["unique_graphs"] == 2
+    # One more for another batch size, at the memory that its longer text takes, and it stays.
+    for prompt in ([9, 8] * 150, [5, 6, 7]):
+        one = decode(verifier, None, [prompt], replace(SETTINGS, steps=steps)).generations
+        assert figures(one) == figures(decode(verifier, None, [prompt], SETTINGS).generations)
+        assert counters["stats"]["unique_graphs"] == 3
+    assert not counters["graph_break"]
+
+
+def test_a_step_that_cannot_be_compiled_is_said(
+    verifier: Verifier, without_inductor, monkeypatch: pytest.MonkeyPatch
+):
+    def states(self, *args):
+        torch._dynamo.graph_break()
+
+    monkeypatch.setattr(Verifier, "states", states)
+    steps = Steps(verifier, StepKind.compiled)
+    cache = steps.cache(1, 10)
+    with pytest.raises(ConfigError, match=r"eval\.step=compiled: a step of LlamaForCausalLM"):
+        steps.take(torch.zeros(1, 1, dtype=torch.long), cache)
+
+
+def test_what_cannot_work_here_is_refused_by_name(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+):
+    assert Steps(verifier, StepKind.auto).kind is StepKind.eager  # on a CPU
+    with pytest.raises(ConfigError, match=r"eval\.step=graphed: CUDA graphs need CUDA"):
+        Steps(verifier, StepKind.graphed)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"eval\.step=compiled: needs a C\+\+ compiler"):
+        Steps(verifier, StepKind.compiled)
+
+
+@pytest.fixture
+def on_cuda(verifier: Verifier):
+    """The verifier on the GPU for one test."""
+    verifier.model.to("cuda")
+    yield verifier
+    verifier.model.to("cpu")
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", [StepKind.graphed, StepKind.compiled, StepKind.auto])
+def test_every_kind_gives_the_same_text_on_cuda(on_cuda: Verifier, bigrams, kind: StepKind):
+    draft = bigrams(PROMPTS, SETTINGS).cuda()
+    draft.first, draft.second = draft.first.cuda(), draft.second.cuda()
+    wanted = decodings(on_cuda, draft, SETTINGS)
+    steps = Steps(on_cuda, kind)
+    assert decodings(on_cuda, draft, replace(SETTINGS, steps=steps)) == wanted
+    assert steps.kind is not StepKind.auto
+
+
+@on_gpu
+def test_auto_says_what_it_takes(on_cuda: Verifier, capsys: pytest.CaptureFixture[str]):
+    steps = Steps(on_cuda, StepKind.auto)
+    steps.prepare(2, 100, [1, 5])
+    assert f"eval.step=auto: {steps.kind.value} (" in capsys.readouterr().out
