@@ -21,7 +21,7 @@ from eval.speed_report import CostTable, SpeedAtBatch
 from eval.timed import Question
 from models.eagle3 import Eagle3Draft
 from models.sampling import OwnDice
-from models.verifier import Verifier
+from models.steps import Steps
 
 VERIFIED = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # tokens a sequence
 LEVELS = (1, 2, 4, 8, 16)  # nodes a sequence
@@ -32,7 +32,7 @@ BRANCHING = 2  # children of a node of a level with more than one
 
 
 def measure_costs(
-    verifier: Verifier,
+    steps: Steps,
     draft: Eagle3Draft,
     groups: Sequence[Sequence[Question]],
     at: SpeedAtBatch,
@@ -44,14 +44,14 @@ def measure_costs(
     The draft's first forward of a round takes as many rows as rounds gave tokens on average. The
     table's ``rest`` is 0: single steps do not tell it.
     """
-    batch = len(groups[0])
+    verifier, batch = steps.verifier, len(groups[0])
     answer = at.baselines.tokens / at.baselines.prompts
     lengths = [len(one.ids) for group in groups for one in group]
     rows = max(1, round(median(one.tau for one in at.shapes.values())))
     most = max(one.nodes for one in shapes) + 1
     limit = min(verifier.facts.max_positions, draft.config.max_positions) - max(most, *LEVELS) - 1
     context = max(rows + 1, min(round(median(lengths) + answer / 2), limit))
-    bench = StepBench(verifier, draft, text_of(groups, context), rows, settings)
+    bench = StepBench(steps, draft, text_of(groups, context), rows, settings)
     room = verifier.facts.max_positions - context
     verified = sizes(VERIFIED, [shape.nodes + 1 for shape in shapes], min(MOST_ROWS // batch, room))
     fed = sizes(LEVELS, [width for shape in shapes for width in shape.fed], MOST_ROWS // batch // 2)
@@ -109,19 +109,19 @@ class StepBench:
 
     def __init__(
         self,
-        verifier: Verifier,
+        steps: Steps,
         draft: Eagle3Draft,
         texts: list[list[int]],
         rows: int,
         settings: DecodeSettings,
     ):
         """``rows``: of the draft's first forward of a round, made of verifier states."""
-        self.device = verifier.device
+        self.device = steps.verifier.device
         self.settings = settings
         batch, length = len(texts), len(texts[0])
         room = length + MAX_NODES + 1
         self.ids = torch.tensor(texts, device=self.device)
-        self.target = TargetDecoder(verifier, batch, room)
+        self.target = TargetDecoder(steps, batch, room)
         self.draft = DraftDecoder(draft, batch, room, self.device)
         self.dice = OwnDice(range(batch), self.device)
         self.rows = rows

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from conf.choices import StepKind
 from conf.compose import entry
 from conf.runtime import RankInfo, cache_dir, provenance, run_dir, say
 from conf.schema import ConfigError, RunConfig, Stage
@@ -137,7 +136,7 @@ def time_runs(
         repeats=cfg.eval.repeats,
         resamples=cfg.eval.bootstrap,
         choice=cfg.eval.rule,
-        step=step_of(cfg.eval.step),
+        step=cfg.eval.step,
         assistant=assistant,
     )
     return measure_speed(verifier, draft, questions, decode_settings(cfg, verifier), plan)
@@ -157,13 +156,6 @@ def timed_shapes(lengths: Sequence[int], trees: Sequence[str]) -> list[Shape]:
     found: list[Shape] = [chain(length) for length in sorted(set(lengths))]
     found += [parse_shape(name, "eval.trees") for name in trees]
     return list({one.name: one for one in found}.values())
-
-
-def step_of(choice: StepKind) -> str:
-    """How steps run. Raises ConfigError for a way that there is not."""
-    if choice in (StepKind.auto, StepKind.eager):
-        return StepKind.eager.value
-    raise ConfigError(f"eval.step={choice.value}: steps run eagerly alone; give eval.step=eager")
 
 
 def main(cfg: RunConfig) -> None:

@@ -11,7 +11,7 @@ from statistics import median
 
 from transformers.modeling_utils import PreTrainedModel
 
-from conf.choices import EvalRule
+from conf.choices import EvalRule, StepKind
 from conf.runtime import progress, say
 from conf.shapes import Shape
 from eval.costs import measure_costs
@@ -23,6 +23,7 @@ from eval.speed_figures import summarise, with_rest
 from eval.speed_report import ASSISTED, LIBRARY, PLAIN, SpeedFigures, Timing
 from eval.timed import Question, Run, digest_of
 from models.eagle3 import Eagle3Draft
+from models.steps import Steps
 from models.verifier import Verifier
 
 WARM_UP_TOKENS = 8
@@ -37,7 +38,7 @@ class SpeedPlan:
     repeats: int = 1
     resamples: int = 2000  # behind an interval
     choice: EvalRule = EvalRule.auto
-    step: str = "eager"  # how the verifier's steps run
+    step: StepKind = StepKind.eager  # how the verifier's steps run
     assistant: PreTrainedModel | None = field(default=None, repr=False)
 
 
@@ -56,18 +57,31 @@ def measure_speed(
     Raises ConfigError when no answer goes beyond its first token, which is prefill's.
     """
     found = SpeedFigures({}, [], [])
+    steps = Steps(verifier, plan.step)
+    settings = replace(settings, steps=steps)
     short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
     for size in sizes_of(plan, len(questions)):
         groups = grouped(questions, size)
+        prepare(steps, groups, settings.max_new_tokens, plan.shapes)
         for method in methods(verifier, draft, short, plan, size).values():
             method(groups[0])
         runs = interleave(methods(verifier, draft, settings, plan, size), groups, plan.repeats)
-        at, kept = summarise(runs, plan.shapes, plan.resamples, settings.seed, plan.step)
-        table = measure_costs(verifier, draft, groups, at, settings, plan.shapes)
+        at, kept = summarise(runs, plan.shapes, plan.resamples, settings.seed, steps.kind.value)
+        table = measure_costs(steps, draft, groups, at, settings, plan.shapes)
         found.by_batch[size] = at
         found.costs.append(with_rest(table, at, plan.shapes))
         found.timings.extend(kept)
     return found
+
+
+def prepare(
+    steps: Steps, groups: Sequence[list[Question]], new_tokens: int, shapes: Sequence[Shape]
+) -> None:
+    """Settle how steps run and make their graphs, for texts as long as these can get."""
+    longest = max(len(one.ids) for group in groups for one in group) + new_tokens
+    nodes = [shape.nodes for shape in shapes]
+    widths = sorted({1, *(n + 1 for n in nodes)})
+    steps.prepare(len(groups[0]), longest + max(nodes), widths)
 
 
 def sizes_of(plan: SpeedPlan, prompts: int) -> list[int]:
