@@ -5,14 +5,14 @@ python -m eval.main run.name=demo [eval.max_prompts=null]
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from conf.compose import entry
 from conf.runtime import RankInfo, cache_dir, provenance, run_dir, say
-from conf.schema import ConfigError, RunConfig, Stage
+from conf.schema import ConfigError, EvalSection, RunConfig, Stage
 from conf.settings import refuse_other_settings
 from conf.shapes import Shape, chain, parse_shape
 from data.distributed import pick_device, use_threads
@@ -36,6 +36,7 @@ from models.draft_file import load_draft
 from models.eagle3 import Eagle3Draft
 from models.generate import end_ids
 from models.sampling import Sampling
+from models.steps import refuse
 from models.token_strings import refuse_other_tokens
 from models.verifier import Verifier
 
@@ -56,15 +57,16 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
 
     Raises ConfigError when prompts, prepared data, verifier, head or assistant cannot be had.
     """
-    chosen = choose_prompts(cfg)
+    chosen, plan = choose_prompts(cfg), speed_plan(cfg.eval)
     data = find_prepared(cfg)
     table = NgramTable(NGRAM_ORDER).fit(training_answers(data.samples))
     device = pick_device(cfg.run.device, RankInfo.from_env().local_rank)
+    refuse(cfg.eval.step, device)
     counted = count_runs(cfg, draft_folder, chosen, device)
     gc.collect()  # hooks refer back to the verifier; the timed runs load their own precision
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    speed = time_runs(cfg, draft_folder, counted.exact, device)
+    speed = time_runs(cfg, draft_folder, counted.exact, plan, device)
     measured = Measured(counted.exact, speed, table, counted.at_temperatures)
     described = describe_settings(cfg, draft_folder, counted.settings, device, speed)
     origin = describe_data(cfg, chosen, data, counted.exact, draft_folder)
@@ -107,7 +109,7 @@ def load_pair(
 def decode_settings(cfg: RunConfig, verifier: Verifier) -> DecodeSettings:
     """Of the counted runs: chains of ``eval.n_draft``."""
     section, shape = cfg.eval, chain(cfg.eval.n_draft)
-    sampling = Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
+    sampling = sampling_of(section)
     return DecodeSettings(
         max_new_tokens=section.max_new_tokens,
         eos_ids=end_ids(verifier),
@@ -119,26 +121,36 @@ def decode_settings(cfg: RunConfig, verifier: Verifier) -> DecodeSettings:
     )
 
 
+def sampling_of(section: EvalSection) -> Sampling:
+    return Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
+
+
+def speed_plan(section: EvalSection) -> SpeedPlan:
+    """Raises ConfigError for a shape that is none or has no such rule, and for another step."""
+    shapes = timed_shapes(section.n_sweep, section.trees)
+    for shape in shapes:
+        rule_of(section.rule, shape, sampling_of(section))
+    return SpeedPlan(
+        shapes=shapes,
+        batch_sizes=section.batch_sizes,
+        repeats=section.repeats,
+        resamples=section.bootstrap,
+        choice=section.rule,
+        step=section.step,
+    )
+
+
 def time_runs(
-    cfg: RunConfig, draft_folder: Path, exact: ExactRuns, device: torch.device
+    cfg: RunConfig, draft_folder: Path, exact: ExactRuns, plan: SpeedPlan, device: torch.device
 ) -> SpeedFigures:
     """Time the first ``eval.speed_prompts`` conversations of the top level, every turn of them."""
     questions = questions_of(exact, cfg.eval.speed_prompts)
     dtype = getattr(torch, cfg.eval.speed_dtype.value)
     say(f"eval: {len(questions)} answers timed, {cfg.eval.speed_dtype.value}")
     verifier, draft = load_pair(cfg, draft_folder, device, dtype)
-    assistant = None
     if cfg.eval.assistant is not None:
-        assistant = load_assistant(cfg.eval.assistant, cfg.verifier, cache_dir(cfg), verifier)
-    plan = SpeedPlan(
-        shapes=timed_shapes(cfg.eval.n_sweep, cfg.eval.trees),
-        batch_sizes=cfg.eval.batch_sizes,
-        repeats=cfg.eval.repeats,
-        resamples=cfg.eval.bootstrap,
-        choice=cfg.eval.rule,
-        step=cfg.eval.step,
-        assistant=assistant,
-    )
+        small = load_assistant(cfg.eval.assistant, cfg.verifier, cache_dir(cfg), verifier)
+        plan = replace(plan, assistant=small)
     return measure_speed(verifier, draft, questions, decode_settings(cfg, verifier), plan)
 
 

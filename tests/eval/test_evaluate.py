@@ -32,6 +32,8 @@ from eval.report_file import read_report
 from models.draft_file import save_draft
 from models.verifier import Verifier
 
+DYNAMIC = "dynamic:nodes=4,depth=2,top_k=2"
+
 
 def lines(*rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
@@ -156,10 +158,21 @@ def test_an_assistant_of_other_tokens(cfg: RunConfig, tiny_verifier: Path, tmp_p
         evaluate(cfg, head_of(cfg))
 
 
-def test_a_way_to_step_that_is_not_there(cfg: RunConfig):
-    cfg = replace(cfg, eval=replace(cfg.eval, step=StepKind.graphed))
-    with pytest.raises(ConfigError, match=r"eval\.step=graphed"):
-        evaluate(cfg, head_of(cfg))
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"step": StepKind.graphed}, r"eval\.step=graphed"),
+        ({"trees": ["2y2"]}, r"eval\.trees=2y2"),
+        (
+            {"trees": [DYNAMIC], "rule": EvalRule.rejection, "temperature": 1.0},
+            r"eval\.rule=rejection.*dynamic",
+        ),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_before_the_long_part(cfg, monkeypatch, knobs, says):
+    monkeypatch.setattr(stage, "load_pair", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(ConfigError, match=says):
+        evaluate(replace(cfg, eval=replace(cfg.eval, **knobs)), head_of(cfg))
 
 
 def test_fewer_prompts_take_a_quarter_of_the_unseen(cfg: RunConfig):

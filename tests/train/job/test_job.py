@@ -49,8 +49,9 @@ def test_the_whole_job_leaves_all_its_files(place, finished: Path):
     expected = (
         "config.yaml provenance.json metrics.jsonl train.log best/draft.safetensors "
         "best/draft.json best/tokens.json best/acceptance.json eval/report.json eval/report.md "
-        "eval/acceptance.png eval/speed.png eval/training.png export/vllm/config.json "
-        "export/vllm/model.safetensors export/vllm/README.md"
+        "eval/report.html eval/acceptance.png eval/speed.png eval/time_split.png "
+        "eval/training.png export/vllm/config.json export/vllm/model.safetensors "
+        "export/vllm/README.md"
     )
     assert not [name for name in expected.split() if not (finished / name).is_file()]
     kept = sorted(path.name for path in (finished / "checkpoints").iterdir())
