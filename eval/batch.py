@@ -9,7 +9,7 @@ from torch import Tensor
 from eval.output import Ends, Output
 from eval.sides import TargetDecoder
 from models.generate import into_holes
-from models.sampling import OwnDice, Sampling, draw_at, probabilities
+from models.sampling import OwnDice, Sampling, draw_at, likeliest, probabilities
 from models.steps import Steps
 
 
@@ -61,7 +61,7 @@ class Batch:
         ended = [output.ended for output in self.running]
         if any(ended) and not sampling.greedy:
             past = torch.tensor(ended, device=self.device)
-            token = torch.where(past, logits.argmax(-1), token)
+            token = torch.where(past, likeliest(logits), token)
         self.target.root = token[:, None]
         self.emit([[one] for one in token.tolist()])
 
@@ -89,7 +89,7 @@ class Batch:
 def choose(logits: Tensor, sampling: Sampling, dice: OwnDice) -> Tensor:
     """[B, V] -> the next tokens [B]."""
     if sampling.greedy:
-        return logits.argmax(-1)
+        return likeliest(logits)
     return draw_at(probabilities(logits, sampling), dice.roll())
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conf.shapes import DynamicShape, Shape, StaticShape
 from eval.round_plan import RoundPlan
-from models.sampling import Dice, draw_at, probabilities
+from models.sampling import Dice, draw_at, likeliest, probabilities
 
 
 class DraftSide(Protocol):
@@ -103,7 +103,7 @@ def top_ranks(scores: Tensor, count: int) -> Tensor:
     index is repeated where there are fewer than ``count``.
     """
     if count == 1:
-        return scores.argmax(-1, keepdim=True)
+        return likeliest(scores)[..., None]
     size = scores.shape[-1]
     bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal to 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as the floats are

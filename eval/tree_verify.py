@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eval.propose import Proposal
 from eval.verify import Verdict, draw_left, row_of
-from models.sampling import Dice
+from models.sampling import Dice, likeliest
 
 
 def walk_greedy(target: Tensor, proposal: Proposal, counts: Tensor | None = None) -> Verdict:
@@ -23,7 +23,7 @@ def walk_greedy(target: Tensor, proposal: Proposal, counts: Tensor | None = None
 
     One argmax a row, then the walk is on ids.
     """
-    best = target.argmax(-1)  # [..., M+1]
+    best = likeliest(target)  # [..., M+1]
     hit = proposal.ids == best.gather(-1, proposal.parents)  # [..., M]
     node = torch.zeros_like(best[..., 0])
     alive = torch.ones_like(node, dtype=torch.bool)

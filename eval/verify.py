@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.sampling import Dice, draw_at
+from models.sampling import Dice, draw_at, likeliest
 
 
 class AcceptRule(Enum):
@@ -37,7 +37,7 @@ def accept_greedy(target: Tensor, ids: Tensor, counts: Tensor | None = None) -> 
 
     Logits do as well as probabilities. No more than ``counts`` [...] of a sequence stand.
     """
-    best = target.argmax(-1)  # [..., N+1]
+    best = likeliest(target)  # [..., N+1]
     accepted = leading(best[..., :-1] == ids, counts)
     return on_chain(accepted, best.gather(-1, accepted[..., None]).squeeze(-1), ids)
 

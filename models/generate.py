@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conf.schema import ConfigError
 from models.kv import KVCache
-from models.sampling import OwnDice, Sampling, draw_at, probabilities
+from models.sampling import OwnDice, Sampling, draw_at, likeliest, probabilities
 from models.verifier import Verifier
 
 
@@ -49,7 +49,7 @@ class _Live:
 
     def choose(self, logits: Tensor) -> list[int]:
         """[B, V] -> the next token of each sequence; sequences of equal sampling go together."""
-        tokens = logits.argmax(dim=-1)  # [B]
+        tokens = likeliest(logits)  # [B]
         uniform = self.dice.roll()  # [B]
         for sampling in set(self.sampling):
             if sampling.greedy:

@@ -88,7 +88,8 @@ class KVCache(Cache):
         if layer_idx not in layers:
             _, heads, _, width = like.shape
             layers[layer_idx] = like.new_zeros(self.room, heads, self.capacity, width)
-        return layers[layer_idx][: self.batch]
+        layer = layers[layer_idx]
+        return layer if self.batch == self.room else layer[: self.batch]
 
     def check_room(self, steps: int) -> None:
         """Raise ValueError when the longest sequence has no room for ``steps`` more tokens."""

@@ -8,7 +8,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from conf.schema import ConfigError, JobError
-from models.sampling import HEAD, Sampling, draw, draw_at, probabilities
+from models.sampling import HEAD, Sampling, draw, draw_at, likeliest, probabilities
 
 INF = math.inf
 HALVES = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
@@ -23,6 +23,17 @@ def dist(logits: Tensor | list[float], **filters: float) -> list[float]:
 
 def test_greedy_is_one_hot_and_ignores_the_filter():
     assert dist([1.0, 3.0, 3.0, 2.0], temperature=0.0, top_p=0.1) == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_likeliest_is_the_first_of_the_largest(dtype: torch.dtype):
+    scores = torch.randn(4, 3, 5000).to(dtype).clamp(max=2.5)  # many share the largest
+    assert ((scores == scores.amax(-1, keepdim=True)).sum(-1) > 1).all()
+    assert torch.equal(likeliest(scores), scores.argmax(-1))
+    first = (scores == scores.amax(-1, keepdim=True)).long().cumsum(-1).eq(0).sum(-1)
+    assert torch.equal(likeliest(scores), first)
+    scores[0, 0, 17] = torch.nan
+    assert likeliest(scores)[0, 0] == 17
 
 
 def test_temperature():
