@@ -6,9 +6,24 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from conf.schema import ConfigError, JobError
-from models.sampling import HEAD, Sampling, draw, draw_at, likeliest, probabilities
+from models.sampling import (
+    HEAD,
+    OwnDice,
+    Sampling,
+    SharedDice,
+    draw_at,
+    likeliest,
+    probabilities,
+)
 
 INF = math.inf
 HALVES = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
@@ -21,8 +36,10 @@ def dist(logits: Tensor | list[float], **filters: float) -> list[float]:
     return [round(p, 6) for p in probs.tolist()]
 
 
-def test_greedy_is_one_hot_and_ignores_the_filter():
-    assert dist([1.0, 3.0, 3.0, 2.0], temperature=0.0, top_p=0.1) == [0, 1, 0, 0]
+def test_greedy_is_one_hot_and_ignores_the_filters():
+    """User report B72: top-p at temperature 0 changed the output."""
+    for filters in ({"top_p": 0.1}, {"top_k": 1}, {"min_p": 1.0}):
+        assert dist([1.0, 3.0, 3.0, 2.0], temperature=0.0, **filters) == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,10 +82,58 @@ def test_top_p_over_a_flat_vocabulary_needs_the_whole_sort():
     assert torch.allclose(probs.sum(-1), torch.ones(2))
 
 
-def test_the_filter_follows_the_temperature():
+def test_the_filters_follow_the_temperature():
     """At T=0.5 the first token holds 0.73 of the mass, at T=1 only 0.5."""
     assert dist(HALVES, top_p=0.7)[1] > 0
     assert dist(HALVES, temperature=0.5, top_p=0.7) == [1, 0, 0, 0]
+    assert dist(HALVES, min_p=0.5) == [round(2 / 3, 6), round(1 / 3, 6), 0, 0]
+    assert dist(HALVES, temperature=0.5, min_p=0.5) == [1, 0, 0, 0]
+
+
+def test_top_k_keeps_what_equals_the_last():
+    assert dist(HALVES, top_k=2) == [round(2 / 3, 6), round(1 / 3, 6), 0, 0]
+    assert dist(HALVES, top_k=3) == dist(HALVES)
+    assert dist(HALVES, top_k=9) == dist(HALVES)
+
+
+def test_min_p_is_relative_to_the_likeliest():
+    assert dist(HALVES, min_p=0.25) == dist(HALVES)
+    assert dist(HALVES, min_p=0.26) == dist(HALVES, top_k=2)
+    assert dist(HALVES, min_p=1.0) == [1, 0, 0, 0]
+
+
+def test_top_p_sees_what_top_k_left():
+    """Of the two that top-k leaves the first holds 2/3, in the whole vocabulary 1/2."""
+    assert dist(HALVES, top_k=2, top_p=0.6) == [1, 0, 0, 0]
+    assert dist(HALVES, top_p=0.6) == dist(HALVES, top_k=2)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"top_k": 8, "top_p": 0.8},
+        {"top_k": 12, "top_p": 0.95, "min_p": 0.08},
+    ],
+    ids=str,
+)
+def test_the_library_keeps_the_same_tokens(filters: dict):
+    """Its own warpers, in the order in which generate applies them."""
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(1)) * 2
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
+    if "top_k" in filters:
+        warpers.append(TopKLogitsWarper(filters["top_k"]))
+    if "top_p" in filters:
+        warpers.append(TopPLogitsWarper(filters["top_p"]))
+    if "min_p" in filters:
+        warpers.append(MinPLogitsWarper(filters["min_p"]))
+    no_ids = torch.zeros(50, 0, dtype=torch.long)
+    theirs = warpers(no_ids, logits).softmax(-1)  # pyright: ignore[reportArgumentType]
+    ours = probabilities(logits, Sampling(0.8, **filters))
+    assert torch.equal(ours > 0, theirs > 0) and bool((ours == 0).any())
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_infinite_and_missing_logits():
@@ -84,7 +149,15 @@ def test_infinite_and_missing_logits():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}],
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+    ],
 )
 def test_refuses_settings_out_of_range(wrong: dict):
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.*must be"):
@@ -106,7 +179,7 @@ def test_draws_invert_the_distribution():
     assert int(draw_at(torch.cat([thirds, torch.zeros(5)]), edges[-1])) == 2
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.2}])
 def test_draws_follow_the_distribution(filters: dict):
     """Chi-square against the exact probabilities, 5 seeds, 1e-4 over all of them."""
     count, seeds = 20000, 5
@@ -114,7 +187,7 @@ def test_draws_follow_the_distribution(filters: dict):
     probs = probabilities(logits, Sampling(0.9, **filters))
     support = probs > 0
     for seed in range(seeds):
-        ids = draw(probs.expand(count, -1), torch.Generator().manual_seed(seed))
+        ids = draw_at(probs.expand(count, -1), SharedDice(seed, count).roll())
         seen = torch.bincount(ids, minlength=12).double()
         assert float(seen[~support].sum()) == 0
         wanted = probs[support].double() * count
@@ -123,9 +196,19 @@ def test_draws_follow_the_distribution(filters: dict):
         assert chi2.sf(statistic, freedom) > 1e-4 / seeds
 
 
-def test_draw_shapes_and_repeatability():
+def test_draw_shapes():
     probs = probabilities(torch.randn(2, 3, 9), Sampling(1.0))
-    first = draw(probs, torch.Generator().manual_seed(5))
-    assert first.shape == (2, 3)
-    assert torch.equal(first, draw(probs, torch.Generator().manual_seed(5)))
-    assert draw(probs[0, 0], torch.Generator()).shape == ()
+    dice = SharedDice(5, 2, 3)
+    assert draw_at(probs, dice.roll()).shape == (2, 3)
+    assert draw_at(probs[0, 0], SharedDice(5).roll()).shape == ()
+
+
+def test_own_dice_do_not_depend_on_the_others():
+    cpu = torch.device("cpu")
+    together, alone = OwnDice([1, 2, 3], cpu), OwnDice([3], cpu)
+    first = together.roll(4)
+    assert torch.equal(first[2:], alone.roll(4))
+    together.keep([2, 0])
+    again = together.roll()
+    assert torch.equal(again[:1], alone.roll()) and again.shape == (2,)
+    assert len(set(first.flatten().tolist())) == 12
