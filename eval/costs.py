@@ -10,6 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from conf.choices import StepKind
 from conf.runtime import progress
 from conf.shapes import MAX_NODES, Shape, chain
 from eval.batch import choose as choose_token
@@ -53,7 +54,9 @@ def measure_costs(
     context = max(rows + 1, min(round(median(lengths) + answer / 2), limit))
     bench = StepBench(steps, draft, text_of(groups, context), rows, settings)
     room = verifier.facts.max_positions - context
-    verified = sizes(VERIFIED, [shape.nodes + 1 for shape in shapes], min(MOST_ROWS // batch, room))
+    # A compiled step takes a minute to make for each size: those of the shapes in use have theirs.
+    usual = () if steps.kind is StepKind.compiled else VERIFIED
+    verified = sizes(usual, [shape.nodes + 1 for shape in shapes], min(MOST_ROWS // batch, room))
     fed = sizes(LEVELS, [width for shape in shapes for width in shape.fed], MOST_ROWS // batch // 2)
     work = {"plain": bench.plain}
     work |= {f"verify {n}": bench.verifying(n) for n in verified}
@@ -73,7 +76,7 @@ def measure_costs(
 
 def sizes(usual: Sequence[int], needed: Sequence[int], most: int) -> list[int]:
     """Those in use, and of the usual ones those up to ``most`` (the smallest in any case)."""
-    return sorted({*needed, *(n for n in usual if n <= max(most, usual[0]))})
+    return sorted({*needed, *usual[:1], *(n for n in usual if n <= most)})
 
 
 def against(values: Sequence[float], plain: Sequence[float]) -> float:

@@ -93,9 +93,7 @@ def count_runs(
         raise ConfigError(
             f"eval.prompts={cfg.eval.prompts}: no prompt could be answered: {why}; give others"
         )
-    drawn = run_at_temperatures(
-        verifier, draft, exact.top, settings, cfg.eval.temperatures, cfg.eval.batch
-    )
+    drawn = run_at_temperatures(verifier, draft, exact.top, settings, cfg.eval)
     return Counted(settings, exact, drawn)
 
 
@@ -126,7 +124,7 @@ def sampling_of(section: EvalSection) -> Sampling:
 
 
 def speed_plan(section: EvalSection) -> SpeedPlan:
-    """Raises ConfigError for a shape that is none or has no such rule, and for another step."""
+    """Raises ConfigError for a shape that is none, or that ``eval.rule`` does not suit."""
     shapes = timed_shapes(section.n_sweep, section.trees)
     for shape in shapes:
         rule_of(section.rule, shape, sampling_of(section))
@@ -164,9 +162,11 @@ def questions_of(exact: ExactRuns, conversations: int) -> list[Question]:
 
 
 def timed_shapes(lengths: Sequence[int], trees: Sequence[str]) -> list[Shape]:
-    """Chains by length, then trees as they are named; a shape that is named twice is timed once."""
+    """Chains by length, then trees as they are named; each once, a tree that is a chain as that."""
     found: list[Shape] = [chain(length) for length in sorted(set(lengths))]
-    found += [parse_shape(name, "eval.trees") for name in trees]
+    for name in trees:
+        shape = parse_shape(name, "eval.trees")
+        found.append(chain(shape.depth) if shape.is_chain else shape)
     return list({one.name: one for one in found}.values())
 
 

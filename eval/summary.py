@@ -11,6 +11,7 @@ from eval.acceptance import (
     AcceptanceReport,
     Counters,
     Interval,
+    RankHits,
     add_by_depth,
     percentile_interval,
     report_acceptance,
@@ -84,7 +85,7 @@ def build_report(
         position_ranges=by_generated(top, section.n_draft),
         absolute_ranges=by_absolute(top, section.n_draft, data.longest_training_sample),
         beyond_training=beyond_training(top, section.n_draft, data.longest_training_sample),
-        rank_hits=count_ranks(top, section.n_draft),
+        rank_hits=known_ranks(top, section.n_draft),
         by_temperature=[at_temperature(one, section) for one in measured.at_temperatures],
         training_estimate=foretell(accepted, section.n_draft, data),
         prompts=len(top),
@@ -204,6 +205,12 @@ def at_temperature(one: TemperatureRuns, section: EvalSection) -> TemperatureFig
         alpha_tv=mean(overlap),
         counters=accepted.counters,
     )
+
+
+def known_ranks(runs: Sequence[PromptRuns], n_draft: int) -> RankHits | None:
+    """None where none was recorded."""
+    found = count_ranks(runs, n_draft)
+    return found if any(found.reached) else None
 
 
 def prompt_counts(runs: PromptRuns, n_draft: int) -> PromptCounts:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from conf.choices import EvalRule
 from conf.runtime import progress
+from conf.schema import EvalSection
 from eval.decode import DecodeSettings, decode
 from eval.generation import Generation
 from eval.measure import PromptRuns
@@ -29,8 +29,7 @@ def run_at_temperatures(
     draft: Eagle3Draft,
     runs: Sequence[PromptRuns],
     settings: DecodeSettings,
-    temperatures: Sequence[float],
-    batch: int,
+    section: EvalSection,
 ) -> list[TemperatureRuns]:
     """Answer the questions of ``runs`` with the draft at each temperature, no filter on top.
 
@@ -39,12 +38,12 @@ def run_at_temperatures(
     """
     assert settings.shape is not None
     found: list[TemperatureRuns] = []
-    for temperature in sorted(set(temperatures)):
+    for temperature in sorted(set(section.temperatures)):
         sampling = Sampling(temperature)
-        rule = rule_of(EvalRule.auto, settings.shape, sampling)
+        rule = rule_of(section.rule, settings.shape, sampling)
         drawn = replace(settings, sampling=sampling, rule=rule, measure_overlap=True)
         found.append(
-            TemperatureRuns(temperature, rule, answer(verifier, draft, runs, drawn, batch))
+            TemperatureRuns(temperature, rule, answer(verifier, draft, runs, drawn, section.batch))
         )
     return found
 

@@ -10,6 +10,7 @@ from eval.costs import StepBench, against, sizes, text_of, time_steps
 from eval.decode import DecodeSettings
 from eval.speed import SpeedPlan, measure_speed
 from eval.timed import Question
+from models.steps import Steps
 from models.verifier import Verifier
 
 TREE = parse_shape("2x2x2", "eval.trees")
@@ -24,7 +25,7 @@ def test_levels_that_the_draft_is_fed():
 
 def test_sizes_are_those_in_use_and_the_usual_ones():
     assert sizes((2, 3, 4, 8, 64), [5, 3], 8) == [2, 3, 4, 5, 8]
-    assert sizes((2, 3, 4), [100], 0) == [2, 100]
+    assert sizes((2, 3, 4), [100], 0) == [2, 100] and sizes((), [7, 3], 99) == [3, 7]
 
 
 def test_steps_take_turns_and_the_first_sweep_warms_up(monkeypatch: pytest.MonkeyPatch):
@@ -52,7 +53,7 @@ def test_a_text_is_as_long_as_asked():
 
 def test_steps_leave_both_sides_as_they_were(verifier: Verifier, make_draft):
     texts = [[5, 6, 7, 8, 9, 10], [4, 3, 2, 1, 4, 3]]
-    bench = StepBench(verifier, make_draft(), texts, 2, DecodeSettings(8, []))
+    bench = StepBench(Steps(verifier), make_draft(), texts, 2, DecodeSettings(8, []))
     root, ends = bench.target.root.clone(), list(bench.draft.cache.ends)
     assert ends == [4, 4]
     for step in (bench.plain, bench.verifying(5), bench.first, bench.feeding(1), bench.feeding(4)):
@@ -64,19 +65,19 @@ def test_steps_leave_both_sides_as_they_were(verifier: Verifier, make_draft):
 
 def test_the_table_agrees_with_the_loop(verifier: Verifier, make_draft, monkeypatch):
     """Within a generous factor: the machine is shared, and steps of this verifier are tiny."""
-    monkeypatch.setattr(costs, "SECONDS", 1.0)
+    monkeypatch.setattr(costs, "SECONDS", 0.5)
     settings = DecodeSettings(16, [])
     asked = [Question(str(i), [5 + i, 6, 7, 8]) for i in range(4)]
     shapes = [chain(1), chain(3), TREE, DYNAMIC]
     found = measure_speed(
-        verifier, make_draft(), asked, settings, SpeedPlan(shapes, [1, 4], repeats=2, resamples=5)
+        verifier, make_draft(), asked, settings, SpeedPlan(shapes, [1, 4], repeats=1, resamples=5)
     )
     for table, at in zip(found.costs, found.by_batch.values(), strict=True):
         assert table.batch == at.batch and table.context == 12
         assert table.verify[1] == 1.0 and {2, 4, 10, 15} <= set(table.verify)
         assert {1, 2, 3, 4} <= set(table.draft_next) and table.rest >= 0
-        assert table.plain_step_seconds < 3 * at.baselines.plain_step_seconds
+        assert table.plain_step_seconds < 4 * at.baselines.plain_step_seconds
         for shape in shapes:
             speed = at.shapes[shape.name]
             looped = (speed.v + speed.d) / (1 - speed.split.rest)
-            assert looped / 2.5 < table.round_cost(shape.nodes, shape.fed) < looped * 2.5
+            assert looped / 4 < table.round_cost(shape.nodes, shape.fed) < looped * 4

@@ -122,7 +122,7 @@ def test_every_knob_takes_effect(cfg: RunConfig, tiny_verifier: Path):
         cfg.eval,
         max_new_tokens=6,
         stop=["a"],
-        trees=["2x2"],
+        trees=["2x2", "1x1"],  # the second is the chain of two
         batch=2,
         batch_sizes=[2, 1],
         repeats=2,
@@ -142,7 +142,7 @@ def test_every_knob_takes_effect(cfg: RunConfig, tiny_verifier: Path):
     assert set(found.by_batch[1].library) == {"generate", "assistant_model"}
     assert set(found.by_batch[2].library) == {"generate"}
     rules = [(one.temperature, one.rule) for one in found.by_temperature]
-    assert rules == [(0.0, "greedy"), (0.8, "rejection")]
+    assert rules == [(0.0, "greedy"), (0.8, "argmax_draft")]
     assert all(one.counters.rounds > 0 and one.tau >= 1 for one in found.by_temperature)
     assert found.rank_hits is not None and found.rank_hits.reached[0] == found.counters.rounds
     assert found.lossless.checked == 0

@@ -8,7 +8,7 @@ import pytest
 from conf.schema import EvalSection
 from data.eval_prompts import EvalPrompt
 from data.records import Turn
-from eval.acceptance import Interval, RankHits
+from eval.acceptance import Interval
 from eval.lossless import Difference
 from eval.measure import Answer, ExactRuns, PromptRuns
 from eval.ngram import NgramTable
@@ -24,7 +24,9 @@ from eval.speed_report import (
     TimeSplit,
     Timing,
 )
-from eval.summary import Measured, TemperatureRuns, best_chain, build_report, first_batch
+from eval.summary import Measured, best_chain, build_report, first_batch
+from eval.temperatures import TemperatureRuns
+from eval.verify import AcceptRule
 
 N = 2
 
@@ -36,7 +38,7 @@ def answer(accepted: list[int], differs: bool = False, prompt: int = 1) -> Answe
     rounds = [SimpleNamespace(proposed=[0] * N, accepted=n, tested=min(n + 1, N)) for n in accepted]
     plain: Any = SimpleNamespace(tokens=tokens, tail=[count + 1, count + 2])
     overlap = [0.5] * sum(min(n + 1, N) for n in accepted)
-    ranks = RankHits([len(accepted), 1], [[1, 2], [0, 1]])
+    ranks = [[0] * min(n + 1, N) for n in accepted]  # a rank a test
     fast: Any = SimpleNamespace(
         tokens=[*tokens[:-1], 99] if differs else tokens,
         rounds=rounds,
@@ -62,6 +64,10 @@ RUNS = ExactRuns(
         conversation("d", "poem", answer([0, 0, 0, 0], differs=True), seen=False),
     ]
 )
+
+
+def spoken(runs: list[PromptRuns]) -> list[list[Any]]:
+    return [[one.speculative for one in run.answers] for run in runs]
 
 
 def shape(name: str, n: int, nodes: int, speedup: float) -> ShapeSpeed:
@@ -138,7 +144,7 @@ def report(
         held_out_alpha=0.5,
         held_out_depth=3,
     )
-    drawn = [TemperatureRuns(one, "rejection", runs.top) for one in temperatures]
+    drawn = [TemperatureRuns(one, AcceptRule.rejection, spoken(runs.top)) for one in temperatures]
     measured = Measured(runs, times, NgramTable(4).fit([[1, 2, 3, 9]]), drawn)
     provenance = {"git": "abc", "packages": {"torch": "2.13.0"}, "argv": ["x"]}
     return build_report(measured, settings, origin, provenance)

@@ -59,7 +59,7 @@ def test_formulas_are_printed_with_their_counters(made: SimpleNamespace):
 def test_a_page_of_little(made: SimpleNamespace):
     """One batch, no temperatures, no ranks: those parts are not there."""
     bare = made.answer([1, 0])
-    bare.speculative.ranks = None
+    bare.speculative.ranks = []
     runs = ExactRuns([made.conversation("a", "t", bare)])
     page = render_page(made.report(runs, times=made.speed((1,)), temperatures=()), [])
     assert "By temperature" not in page and "By rank" not in page and "batch 4" not in page

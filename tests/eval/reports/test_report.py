@@ -148,12 +148,12 @@ def test_raw_counters_add_up_to_the_figures(made: SimpleNamespace):
 
 def test_ranks_and_temperatures(made: SimpleNamespace):
     found = made.report()
-    assert found.rank_hits.reached == [8, 4]  # of four answers at the top level
-    assert found.rank_hits.hits == [[4, 8], [0, 4]]
+    assert found.rank_hits.reached == found.counters.reached_by_depth == [8, 5]
+    assert [hits[0] for hits in found.rank_hits.hits] == [8, 5]
     assert [one.temperature for one in found.by_temperature] == [0.5, 1.0]
     assert found.by_temperature[0].counters == found.counters
     bare = made.answer([1])
-    bare.speculative.ranks = None
+    bare.speculative.ranks = []
     assert made.report(ExactRuns([made.conversation("a", "t", bare)])).rank_hits is None
 
 
