@@ -18,6 +18,8 @@ from conf.shapes import DynamicShape, Shape, StaticShape
 from eval.round_plan import RoundPlan
 from models.sampling import Dice, draw_at, likeliest, probabilities
 
+SPARE = 32  # sorted beyond the ranks asked for, so that equal logits seldom reach further
+
 
 class DraftSide(Protocol):
     """A draft that has seen the committed text up to and including the root."""
@@ -105,12 +107,25 @@ def top_ranks(scores: Tensor, count: int) -> Tensor:
     if count == 1:
         return likeliest(scores)[..., None]
     size = scores.shape[-1]
-    bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal to 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as the floats are
-    backwards = torch.arange(size - 1, -1, -1, device=scores.device)
-    found = (ordered * 2**32 + backwards).topk(min(count, size), -1).indices
-    missing = found[..., -1:].expand(*found.shape[:-1], count - found.shape[-1])
-    return torch.cat([found, missing], -1)
+    kept, seen = min(count, size), min(count + SPARE, size)
+    values, ids = scores.topk(seen, -1)
+    ids = ids.sort(-1).values
+    order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    ids = ids.gather(-1, order)[..., :kept]
+    flat = values[..., -1] == values[..., kept - 1]  # equal ones may lie beyond those seen
+    if seen < size and bool(flat.any()):
+        ids[flat] = first_above(scores[flat], values[flat][:, kept - 1 : kept], kept)
+    return torch.cat([ids, ids[..., -1:].expand(*ids.shape[:-1], count - kept)], -1)
+
+
+def first_above(scores: Tensor, border: Tensor, count: int) -> Tensor:
+    """[R, n] -> [R, count]: those above ``border`` [R, 1], then the first that equal it."""
+    equal = scores == border
+    above = ~(scores <= border)
+    missing = count - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1) <= missing))
+    ids = chosen.nonzero()[:, 1].unflatten(0, (-1, count))  # ascending
+    return ids.gather(-1, scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices)
 
 
 def pick(values: Tensor, index: Tensor | None) -> Tensor:

@@ -102,13 +102,12 @@ class Left:
             stands = uniform * self.target_mass < wanted
             return stands, Left(target, target.sum(-1), None, self.draft_mass)
         offered = self.draft.gather(-1, at).squeeze(-1)
-        drawn = offered > 0
-        stands = drawn & (uniform * offered * self.target_mass < wanted * self.draft_mass)
+        # No token left: offered and mass are 0, nothing stands and nothing more is ruled out.
+        stands = uniform * offered * self.target_mass < wanted * self.draft_mass
         target = normalised(self.target, self.target_mass)
         target = (target - normalised(self.draft, self.draft_mass)).clamp_min_(0)
         draft = self.draft.scatter(-1, at, 0.0)
-        after = Left(target, target.sum(-1), draft, draft.sum(-1))
-        return stands, after.where(drawn, self)
+        return stands, Left(target, target.sum(-1), draft, draft.sum(-1))
 
     def where(self, condition: Tensor, other: "Left") -> "Left":
         """This one where ``condition`` [...] holds, elsewhere ``other``."""

@@ -148,11 +148,12 @@ def test_more_children_than_tokens_repeat_some():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_equal_logits_go_by_index_as_argmax_has_it(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(-3, 3, (200, 50), generator=generator).to(dtype)
+    scores = torch.randint(-3, 3, (200, 300), generator=generator).to(dtype)  # 50 of each
+    scores[:20] = torch.randn(20, 300, generator=generator).to(dtype)
     scores[:, 7] = -torch.inf
     scores[::2, 9] = -0.0
     wanted = scores.sort(dim=-1, descending=True, stable=True).indices
-    for count in (1, 2, 10, 50):
+    for count in (1, 2, 10, 60, 290, 300):
         assert torch.equal(top_ranks(scores, count), wanted[:, :count])
     assert torch.equal(top_ranks(scores, 3)[:, 0], scores.argmax(-1))
     repeated = top_ranks(torch.tensor([[1.0, 2.0]]).to(dtype), 4)
