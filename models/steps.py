@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,24 +84,20 @@ class Steps:
         self._frames: dict[tuple[int, int], Frame] = {}  # by slots and tokens a sequence
         self._views: dict[int, FixedCache] = {}  # by slots
         self._compiled: Callable[..., Step] | None = None
-        self._pool: tuple[int, int] | None = None  # of what graphs keep between their kernels
+        self._pool: Any = None  # CUDA's handle of what graphs keep between their kernels
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for ``batch`` sequences of up to ``capacity`` tokens, guesses included."""
-        config, device, dtype = (
-            self.verifier.model.config,
-            self.verifier.device,
-            self.verifier.dtype,
-        )
+        model, device = self.verifier.model, self.verifier.device
         if self.kind is StepKind.eager:
-            return KVCache(config, batch, capacity, device, dtype)
+            return KVCache(model.config, batch, capacity, device, model.dtype)
         known = self._cache
         if known is None or known.room < batch or known.capacity < capacity:
             room = max(batch, known.room if known else 0)
             longest = max(capacity, known.capacity if known else 0)
             self._forget()
             longest = -(-longest // CAPACITIES) * CAPACITIES
-            self._cache = known = KVCache(config, room, longest, device, dtype)
+            self._cache = known = KVCache(model.config, room, longest, device, model.dtype)
         known.begin(batch)
         return known
 
@@ -182,6 +179,8 @@ class Steps:
                 say(f"eval.step=auto goes without: {refusal}")
         self._frames.clear()
         best = min(taken, key=lambda kind: taken[kind])
+        if best is StepKind.eager:
+            self._forget()
         times = ", ".join(f"{kind.value} {1e3 * taken[kind]:.2f} ms" for kind in taken)
         say(f"eval.step=auto: {best.value} ({times} for steps of {list(widths)} tokens)")
         return best
@@ -211,7 +210,7 @@ def compiled_run() -> Callable[..., Step]:
     )
 
 
-def captured(work: Callable[[], Step], pool: tuple[int, int]) -> Callable[[], Step]:
+def captured(work: Callable[[], Step], pool: Any) -> Callable[[], Step]:
     """Capture ``work`` once; each call replays it and gives the same tensors, with new content.
 
     Graphs of one ``pool`` share what they need between their kernels; results stay apart.
