@@ -1,7 +1,6 @@
 """The sequences of one batch on their way: what each has emitted, and who is still running."""
 
 from collections.abc import Sequence
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from eval.output import Ends, Output
 from eval.sides import TargetDecoder
 from models.generate import into_holes
 from models.sampling import OwnDice, Sampling, draw_at, likeliest, probabilities
-from models.steps import Steps
+from models.steps import Steps, now
 
 
 class Batch:
@@ -91,10 +90,3 @@ def choose(logits: Tensor, sampling: Sampling, dice: OwnDice) -> Tensor:
     if sampling.greedy:
         return likeliest(logits)
     return draw_at(probabilities(logits, sampling), dice.roll())
-
-
-def now(device: torch.device) -> float:
-    """Seconds, once the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()

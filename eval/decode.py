@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conf.schema import ConfigError
 from conf.shapes import Shape
-from eval.batch import Batch, choose, now
+from eval.batch import Batch, choose
 from eval.generation import Decoded, Generation, Times
 from eval.output import Ends, StopStrings
 from eval.propose import Proposal, propose
@@ -25,7 +25,7 @@ from eval.verify import AcceptRule, Verdict
 from models.branches import Branches
 from models.eagle3 import Eagle3Draft
 from models.sampling import OwnDice, Sampling
-from models.steps import Steps
+from models.steps import Steps, now
 from models.verifier import Verifier
 
 

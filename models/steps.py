@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,27 +84,28 @@ class Steps:
         self._frames: dict[tuple[int, int], Frame] = {}  # by slots and tokens a sequence
         self._views: dict[int, FixedCache] = {}  # by slots
         self._compiled: Callable[..., Step] | None = None
+        self._pool: Any = None  # CUDA's handle of what graphs keep between their kernels
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for ``batch`` sequences of up to ``capacity`` tokens, guesses included."""
-        config, device, dtype = (
-            self.verifier.model.config,
-            self.verifier.device,
-            self.verifier.dtype,
-        )
+        model, device = self.verifier.model, self.verifier.device
         if self.kind is StepKind.eager:
-            return KVCache(config, batch, capacity, device, dtype)
+            return KVCache(model.config, batch, capacity, device, model.dtype)
         known = self._cache
         if known is None or known.room < batch or known.capacity < capacity:
             room = max(batch, known.room if known else 0)
             longest = max(capacity, known.capacity if known else 0)
-            self._frames.clear()  # they hold the old memory
-            self._views.clear()
-            self._cache = None
+            self._forget()
             longest = -(-longest // CAPACITIES) * CAPACITIES
-            self._cache = known = KVCache(config, room, longest, device, dtype)
+            self._cache = known = KVCache(model.config, room, longest, device, model.dtype)
         known.begin(batch)
         return known
+
+    def _forget(self) -> None:
+        """Drop the memory and what was made for it."""
+        self._frames.clear()
+        self._views.clear()
+        self._cache = self._compiled = self._pool = None
 
     def take(self, tokens: Tensor, cache: KVCache, branches: Branches | None = None) -> Step:
         """One forward over ``tokens`` [B, T] at the ends of ``cache``, which was made here."""
@@ -151,7 +153,8 @@ class Steps:
         inputs = (self.verifier, frame.tokens, frame.fixed, frame.branches)
         try:
             if self.kind is StepKind.graphed:
-                return captured(lambda: run(*inputs))
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                return captured(lambda: run(*inputs), self._pool)
             compiled = self._compiled = self._compiled or compiled_run()
             compiled(*inputs)
         except RuntimeError as error:
@@ -159,7 +162,7 @@ class Steps:
                 raise
             raise ConfigError(
                 f"eval.step={self.kind.value}: a step of {type(self.verifier.model).__name__} "
-                f"cannot be ({str(error).strip().splitlines()[0]}); take eval.step=eager"
+                f"cannot be ({first_line(error)}); take eval.step=eager"
             ) from error
         return lambda: compiled(*inputs)
 
@@ -176,6 +179,8 @@ class Steps:
                 say(f"eval.step=auto goes without: {refusal}")
         self._frames.clear()
         best = min(taken, key=lambda kind: taken[kind])
+        if best is StepKind.eager:
+            self._forget()
         times = ", ".join(f"{kind.value} {1e3 * taken[kind]:.2f} ms" for kind in taken)
         say(f"eval.step=auto: {best.value} ({times} for steps of {list(widths)} tokens)")
         return best
@@ -187,11 +192,9 @@ class Steps:
         tokens = torch.zeros(cache.batch, width, dtype=torch.long, device=cache.device)
         seconds: list[float] = []
         for _ in range(1 + TIMED):
-            torch.cuda.synchronize(cache.device)
-            begin = perf_counter()
+            begin = now(cache.device)
             self.take(tokens, cache)
-            torch.cuda.synchronize(cache.device)
-            seconds.append(perf_counter() - begin)
+            seconds.append(now(cache.device) - begin)
         return median(seconds[1:])
 
 
@@ -207,8 +210,11 @@ def compiled_run() -> Callable[..., Step]:
     )
 
 
-def captured(work: Callable[[], Step]) -> Callable[[], Step]:
-    """Capture ``work`` once; each call replays it and gives the same tensors, with new content."""
+def captured(work: Callable[[], Step], pool: Any) -> Callable[[], Step]:
+    """Capture ``work`` once; each call replays it and gives the same tensors, with new content.
+
+    Graphs of one ``pool`` share what they need between their kernels; results stay apart.
+    """
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -216,7 +222,7 @@ def captured(work: Callable[[], Step]) -> Callable[[], Step]:
             work()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         step = work()
 
     def replay() -> Step:
@@ -224,6 +230,17 @@ def captured(work: Callable[[], Step]) -> Callable[[], Step]:
         return step
 
     return replay
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def refuse(kind: StepKind, device: torch.device) -> None:

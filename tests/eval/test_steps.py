@@ -2,7 +2,9 @@
 
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from time import sleep
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from eval.decode import DecodeSettings, decode
 from eval.generation import Generation
 from eval.round_plan import rule_of
 from models import steps as steps_module
-from models.steps import Steps
+from models.fixed import FixedCache
+from models.steps import Step, Steps
 from models.verifier import Verifier
 
 PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 60)), [9, 8, 7, 6]]
@@ -101,12 +104,78 @@ def test_what_cannot_work_here_is_refused_by_name(
         Steps(verifier, StepKind.compiled)
 
 
+def as_captured(work: Callable[[], Step], pool: object) -> Callable[[], Step]:
+    """A graph's manners without a GPU: every replay writes its results over those before."""
+    step = work()
+
+    def replay() -> Step:
+        new = work()
+        step.states.aux.copy_(new.states.aux)
+        step.states.last.copy_(new.states.last)
+        step.logits.copy_(new.logits)
+        return step
+
+    return replay
+
+
+@pytest.fixture
+def pretended_graphs(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    monkeypatch.setattr(steps_module, "captured", as_captured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    steps = Steps(verifier)
+    steps.kind = StepKind.graphed
+    return steps
+
+
+def test_nothing_reads_results_that_a_replay_has_overwritten(
+    verifier: Verifier, bigrams, early: DecodeSettings, pretended_graphs: Steps
+):
+    draft = bigrams(PROMPTS, SETTINGS)
+    wanted = decodings(verifier, draft, early)
+    assert decodings(verifier, draft, replace(early, steps=pretended_graphs)) == wanted
+
+
+def test_stale_inputs_would_show(
+    verifier: Verifier, bigrams, early: DecodeSettings, pretended_graphs: Steps, monkeypatch
+):
+    monkeypatch.setattr(FixedCache, "follow", lambda self, cache: None)
+    wanted = decode(verifier, None, PROMPTS, early).generations
+    got = decode(verifier, None, PROMPTS, replace(early, steps=pretended_graphs)).generations
+    assert [one.tokens for one in got] != [one.tokens for one in wanted]
+
+
+def test_auto_takes_the_fastest_and_says_what_it_goes_without(
+    pretended_graphs: Steps, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def slow(work, pool):
+        def replay():
+            sleep(0.1)
+            return work()
+
+        return replay
+
+    def broken(*inputs):
+        raise RuntimeError("no luck\nand more")
+
+    monkeypatch.setattr(steps_module, "captured", slow)
+    monkeypatch.setattr(steps_module, "compiled_run", lambda: broken)
+    monkeypatch.setattr(steps_module, "TIMED", 2)
+    pretended_graphs.kind = StepKind.auto
+    pretended_graphs.prepare(2, 100, [1, 4])
+    assert pretended_graphs.kind is StepKind.eager
+    said = capsys.readouterr().out
+    assert (
+        "goes without: eval.step=compiled: a step of LlamaForCausalLM cannot be (no luck)" in said
+    )
+    assert "eval.step=auto: eager (" in said and "graphed" in said and "and more" not in said
+
+
 @pytest.fixture
 def on_cuda(verifier: Verifier):
     """The verifier on the GPU for one test."""
-    verifier.model.to("cuda")
+    torch.nn.Module.to(verifier.model, "cuda")
     yield verifier
-    verifier.model.to("cpu")
+    torch.nn.Module.to(verifier.model, "cpu")
 
 
 @on_gpu

@@ -33,6 +33,7 @@ SIZES = {
 }
 LENGTHS = [3, 9, 5]
 CAPACITY = 64
+KINDS = ["sliding_attention", "full_attention"] * 4
 EXPERTS = {"num_local_experts": 2, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
@@ -40,7 +41,7 @@ MODELS = {
         LlamaConfig(**SIZES), attn_implementation="eager"
     ),
     "windows": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(sliding_window=6, sliding_window_pattern=2, **SIZES)
+        Gemma3TextConfig(sliding_window=6, layer_types=KINDS, **SIZES)
     ),
     "chunks": lambda: Llama4ForCausalLM(
         Llama4TextConfig(attention_chunk_size=4, **{**SIZES, **EXPERTS})

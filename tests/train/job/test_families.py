@@ -400,7 +400,7 @@ def test_a_cache_without_the_window_gives_other_states(name: str, saved: Callabl
     verifier = Verifier.load(section, Path(section.path), CPU, torch.float32)
     ids = some_ids(3)
     cache = prefilled(verifier, ids)
-    cache._reaches = [Reach(reach.kind) for reach in cache._reaches]
+    cache.reaches = [Reach(reach.kind) for reach in cache.reaches]
     tokens = torch.stack([ids[row, n : n + 4] for row, n in enumerate(SHARES)])
     found = verifier.states(tokens, cache)
     wanted = verifier.states(ids)
