@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from conf.choices import EvalRule, StepKind
 from conf.runtime import progress, say
-from conf.shapes import Shape
+from conf.shapes import MAX_NODES, Shape
 from eval.costs import measure_costs
 from eval.decode import DecodeSettings, decode
 from eval.generation import Decoded
@@ -77,11 +77,13 @@ def measure_speed(
 def prepare(
     steps: Steps, groups: Sequence[list[Question]], new_tokens: int, shapes: Sequence[Shape]
 ) -> None:
-    """Settle how steps run and make their graphs, for texts as long as these can get."""
+    """Settle how steps run and make their graphs, for texts as long as these can get.
+
+    The room is that of the single steps timed afterwards, which verify more guesses than rounds do.
+    """
     longest = max(len(one.ids) for group in groups for one in group) + new_tokens
-    nodes = [shape.nodes for shape in shapes]
-    widths = sorted({1, *(n + 1 for n in nodes)})
-    steps.prepare(len(groups[0]), longest + max(nodes), widths)
+    widths = sorted({1, *(shape.nodes + 1 for shape in shapes)})
+    steps.prepare(len(groups[0]), longest + MAX_NODES + 1, widths)
 
 
 def sizes_of(plan: SpeedPlan, prompts: int) -> list[int]:

@@ -44,7 +44,7 @@ def refused(*words: str, stages: str = "train") -> str:
     ],
 )
 def test_a_wrong_knob_is_named_with_the_way_out(word: str, says: str):
-    message = refused(word)
+    message = refused("eval.temperatures=[]", word)  # the demo has warm ones
     assert message.startswith(word.partition("=")[0]), message
     assert says in message and "\n" not in message
 
