@@ -10,6 +10,7 @@ from eval.round_plan import RoundPlan
 from eval.tree_verify import walk_certain, walk_drawn, walk_greedy
 from eval.verify import (
     AcceptRule,
+    Rows,
     Verdict,
     accept_certain,
     accept_drawn,
@@ -30,14 +31,6 @@ class Outcome:
     ranks: Tensor | None  # [..., N] rank 0..9 of the verifier's argmax there, or -1
 
 
-@dataclass(frozen=True)
-class Distributions:
-    """What a rule compares."""
-
-    target: Tensor  # [..., M+1, V] probabilities, for the rule greedy logits
-    draft: Tensor | None  # [..., P, V] on target ids, where the draft's logits were kept
-
-
 def judge_proposal(
     proposal: Proposal,
     target_logits: Tensor,
@@ -50,53 +43,50 @@ def judge_proposal(
 
     Only the first ``counts`` [...] levels of a sequence may stand; None: all.
     """
-    seen = distributions(proposal, target_logits, draft_target_ids, plan)
-    verdict = verify(plan.rule, seen.target, seen.draft, proposal, dice, counts)
+
+    def target_after(sampling: Sampling) -> Rows:
+        return Rows(target_logits, lambda rows: probabilities(rows, sampling))
+
+    def draft_after(sampling: Sampling) -> Rows | None:
+        def on_target_ids(rows: Tensor) -> Tensor:
+            chances = probabilities(rows, sampling)
+            return scatter_to_target(chances, draft_target_ids, target_logits.shape[-1])
+
+        return None if proposal.logits is None else Rows(proposal.logits, on_target_ids)
+
+    target, draft = target_after(plan.sampling), draft_after(plan.sampling)
+    verdict = verify(plan.rule, target, draft, proposal, dice, counts)
     if not plan.measures(proposal.shape):
         return Outcome(verdict, None, None)
     if plan.sampling.greedy:
         # At temperature 0 both would be one-hot and say no more than the acceptance does.
-        warm = RoundPlan(AcceptRule.rejection, PLAIN_SOFTMAX)
-        seen = distributions(proposal, target_logits, draft_target_ids, warm)
-    assert seen.draft is not None
-    shared = overlap(seen.target[..., :-1, :], seen.draft)
+        target, draft = target_after(PLAIN_SOFTMAX), draft_after(PLAIN_SOFTMAX)
+    assert draft is not None
+    shared = overlap(target.every()[..., :-1, :], draft.every())
     return Outcome(verdict, shared, ranks_of(proposal, target_logits, draft_target_ids))
-
-
-def distributions(
-    proposal: Proposal, target_logits: Tensor, draft_target_ids: Tensor, plan: RoundPlan
-) -> Distributions:
-    """Both sides after the same temperature and filters."""
-    if plan.rule is AcceptRule.greedy:
-        return Distributions(target_logits, None)
-    target = probabilities(target_logits, plan.sampling)
-    if proposal.logits is None:
-        return Distributions(target, None)
-    draft = probabilities(proposal.logits, plan.sampling)
-    return Distributions(target, scatter_to_target(draft, draft_target_ids, target.shape[-1]))
 
 
 def verify(
     rule: AcceptRule,
-    target: Tensor,
-    draft: Tensor | None,
+    target: Rows,
+    draft: Rows | None,
     proposal: Proposal,
     dice: Dice,
     counts: Tensor | None = None,
 ) -> Verdict:
     """Judge a proposal by ``rule``.
 
-    ``target`` [..., M+1, V] are probabilities (logits do for ``greedy``); ``draft`` [..., P, V] are
-    those the guesses were drawn from, on target ids, and only the rules for draws read them. Raises
+    ``target`` has the verifier's distributions [..., M+1, V]; ``draft`` [..., P, V] are those the
+    guesses were drawn from, on target ids, and only the rules for draws read them. Raises
     ValueError when those get none.
     """
     ids, chain = proposal.ids, proposal.shape.is_chain
+    if rule is AcceptRule.greedy and chain:
+        return accept_greedy(target.values, ids, counts)
     if rule is AcceptRule.greedy:
-        return (
-            accept_greedy(target, ids, counts) if chain else walk_greedy(target, proposal, counts)
-        )
+        return walk_greedy(target.values, proposal, counts)
     if rule is AcceptRule.argmax_draft:
-        return accept_certain(target, ids, dice, counts)
+        return accept_certain(target.every(), ids, dice, counts)
     if rule is AcceptRule.tree_one_hot:
         return walk_certain(target, proposal, dice, counts)
     if draft is None:
@@ -105,7 +95,7 @@ def verify(
             "or take argmax_draft or tree_one_hot for proposals without a distribution"
         )
     if rule is AcceptRule.rejection:
-        return accept_drawn(target, draft, ids, dice, counts)
+        return accept_drawn(target.every(), draft.every(), ids, dice, counts)
     return walk_drawn(target, draft, proposal, dice, counts)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eval.propose import Proposal
-from eval.verify import Verdict, draw_left, row_of
+from eval.verify import Rows, Verdict, draw_left, row_of
 from models.sampling import Dice, likeliest
 
 
@@ -40,7 +40,7 @@ def walk_greedy(target: Tensor, proposal: Proposal, counts: Tensor | None = None
 
 
 def walk_certain(
-    target: Tensor, proposal: Proposal, dice: Dice, counts: Tensor | None = None
+    target: Rows, proposal: Proposal, dice: Dice, counts: Tensor | None = None
 ) -> Verdict:
     """Guesses that had probability 1: child x stands with r(x), r the target at its parent.
 
@@ -50,7 +50,7 @@ def walk_certain(
 
 
 def walk_drawn(
-    target: Tensor, draft: Tensor, proposal: Proposal, dice: Dice, counts: Tensor | None = None
+    target: Rows, draft: Rows, proposal: Proposal, dice: Dice, counts: Tensor | None = None
 ) -> Verdict:
     """Siblings drawn without replacement from rows of ``draft`` [..., P, V], on target ids.
 
@@ -65,19 +65,19 @@ class Tree:
     """A proposal with the distributions that judge it."""
 
     proposal: Proposal
-    target: Tensor  # [..., M+1, V]
-    draft: Tensor | None  # [..., P, V]; None: every guess had probability 1
+    target: Rows  # [..., M+1, V]
+    draft: Rows | None  # [..., P, V]; None: every guess had probability 1
 
     def left_at(self, node: Tensor, first_child: Tensor) -> "Left":
         """Before any child of ``node`` [...] is tested. ``first_child`` is 0 where it has none."""
-        target = row_of(self.target, node).double()
+        target = self.target.at(node).double()
         whole = torch.ones_like(target[..., 0])
         if self.draft is None:
             return Left(target, whole, None, whole)
         assert self.proposal.source is not None
         source = self.proposal.source.expand(self.proposal.ids.shape)
         row = source.gather(-1, (first_child - 1).clamp_min(0)[..., None]).squeeze(-1)
-        return Left(target, whole, row_of(self.draft, row).double(), whole)
+        return Left(target, whole, self.draft.at(row).double(), whole)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def walk(tree: Tree, dice: Dice, counts: Tensor | None, judge: ChildJudge = Left
             path += [torch.zeros_like(node)] * (proposal.shape.depth - len(path))
             break
         left = tree.left_at(node, row_of(children, node)[..., 0]).where(alive, left)
-    token = draw_left(left.target, row_of(tree.target, node).double(), dice)
+    token = draw_left(left.target, tree.target.at(node).double(), dice)
     return as_verdict(path, token)
 
 

@@ -7,6 +7,7 @@ independent sequences. Sources: Leviathan et al. (2211.17192, algorithm 1) for `
 proposal without a distribution is one that has probability 1. Trees are in eval/tree_verify.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -104,6 +105,29 @@ def row_of(rows: Tensor, index: Tensor) -> Tensor:
     """[..., R, V] and [...] -> row ``index`` of each sequence, [..., V]."""
     where = index[..., None, None].expand(*index.shape, 1, rows.shape[-1])
     return rows.gather(-2, where).squeeze(-2)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Distributions [..., R, V], made of ``values`` [..., R, n] when they are asked for.
+
+    A walk over a tree visits few of its rows, and each costs several passes over the vocabulary.
+    """
+
+    values: Tensor  # logits
+    make: Callable[[Tensor], Tensor]  # [..., n] -> [..., V]; a row does not depend on the others
+
+    def every(self) -> Tensor:
+        return self.make(self.values)
+
+    def at(self, index: Tensor) -> Tensor:
+        """Row ``index`` [...] of each sequence: [..., V]."""
+        return self.make(row_of(self.values, index))
+
+
+def given(distributions: Tensor) -> Rows:
+    """Those that are there already."""
+    return Rows(distributions, lambda rows: rows)
 
 
 def draw_left(residual: Tensor, wanted: Tensor, dice: Dice) -> Tensor:

@@ -12,6 +12,7 @@ from eval.verify import (
     Verdict,
     accept_certain,
     accept_drawn,
+    given,
     leading,
     of_ids,
     on_chain,
@@ -54,13 +55,13 @@ def judge_wrongly(control: Control, seen: Seen, dice: Dice) -> Verdict:
     if control is Control.cold_bonus:
         return accept_with_cold_bonus(seen, dice)
     if control is Control.siblings_not_renormalised:
-        return walk(Tree(proposal, target, None), dice, None, judge_by_whole_target)
+        return walk(Tree(proposal, given(target), None), dice, None, judge_by_whole_target)
     if control is Control.draft_not_renormalised:
-        return walk(Tree(proposal, target, draft), dice, None, judge_by_whole_draft)
+        return walk(Tree(proposal, given(target), given(draft)), dice, None, judge_by_whole_draft)
     if control is Control.no_tree_residual:
-        return walk(Tree(proposal, target, draft), dice, None, judge_afresh)
+        return walk(Tree(proposal, given(target), given(draft)), dice, None, judge_afresh)
     assert control is Control.top_k_with_ratio
-    return walk(Tree(proposal, target, draft), dice, None)
+    return walk(Tree(proposal, given(target), given(draft)), dice, None)
 
 
 def accept_without_residual(target: Tensor, draft: Tensor, ids: Tensor, dice: Dice) -> Verdict:

@@ -6,7 +6,7 @@ the rule computes inside.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations, product
 
 import pytest
@@ -17,7 +17,7 @@ from conf.shapes import StaticShape, chain, parse_shape
 from eval.propose import Proposal, lay_out
 from eval.rounds import verify
 from eval.tree_verify import Left, Tree, walk, walk_drawn
-from eval.verify import AcceptRule, Verdict, accept_drawn, overlap
+from eval.verify import AcceptRule, Verdict, accept_drawn, given, overlap
 from eval.wrong_rules import judge_by_whole_draft, judge_by_whole_target
 
 HIGHEST = 1 - 2**-53
@@ -137,10 +137,14 @@ class Pair:
         rows += [self.draft_after[ids[:, node - 1]] for node in others]
         return target, torch.stack(rows, 1)
 
+    def tree(self, proposal: Proposal) -> Tree:
+        target, draft = self.rows(proposal)
+        return Tree(proposal, given(target), given(draft))
+
     def judge(self, rule: AcceptRule) -> Judge:
         def judged(proposal: Proposal, dice: Numbers) -> Verdict:
             target, draft = self.rows(proposal)
-            return verify(rule, target, draft, proposal, dice)
+            return verify(rule, given(target), given(draft), proposal, dice)
 
         return judged
 
@@ -263,14 +267,14 @@ def test_wrong_rules_are_far_from_the_target():
     order = pair.draft_root.sort(descending=True).indices.tolist()[:2]
 
     def whole_draft(proposal: Proposal, dice: Numbers) -> Verdict:
-        return walk(Tree(proposal, *pair.rows(proposal)), dice, None, judge_by_whole_draft)
+        return walk(pair.tree(proposal), dice, None, judge_by_whole_draft)
 
     def whole_target(proposal: Proposal, dice: Numbers) -> Verdict:
-        tree = Tree(proposal, pair.rows(proposal)[0], None)
+        tree = replace(pair.tree(proposal), draft=None)
         return walk(tree, dice, None, judge_by_whole_target)
 
     def as_if_drawn(proposal: Proposal, dice: Numbers) -> Verdict:
-        return walk(Tree(proposal, *pair.rows(proposal)), dice, None, Left.judge)
+        return walk(pair.tree(proposal), dice, None, Left.judge)
 
     drawn = law(pair, whole_draft, shape)
     assert variation(first_tokens(drawn, 4), pair.root) > 0.005
@@ -289,10 +293,10 @@ def test_top_ranks_judged_as_draws_never_emit_the_second_token():
 
     def wrong(proposal: Proposal, dice: Numbers) -> Verdict:
         target, draft = rows(proposal)
-        return walk_drawn(target, draft, proposal, dice)
+        return walk_drawn(given(target), given(draft), proposal, dice)
 
     def right(proposal: Proposal, dice: Numbers) -> Verdict:
-        return verify(AcceptRule.tree_one_hot, rows(proposal)[0], None, proposal, dice)
+        return verify(AcceptRule.tree_one_hot, given(rows(proposal)[0]), None, proposal, dice)
 
     assert first_tokens(outcomes(wrong, siblings(2), certain([0, 1]), 2), 2).tolist() == [1, 0]
     found = first_tokens(outcomes(right, siblings(2), certain([0, 1]), 2), 2)
@@ -305,8 +309,8 @@ def one_level(target: list[float], draft: list[float], rule: AcceptRule) -> Judg
 
     def judged(proposal: Proposal, dice: Numbers) -> Verdict:
         copies, nodes = proposal.ids.shape
-        rows = wanted.expand(copies, nodes + 1, -1)
-        return verify(rule, rows, offered.expand(copies, nodes, -1), proposal, dice)
+        rows = given(wanted.expand(copies, nodes + 1, -1))
+        return verify(rule, rows, given(offered.expand(copies, nodes, -1)), proposal, dice)
 
     return judged
 

@@ -10,7 +10,7 @@ from eval.round_plan import RoundPlan
 from eval.rounds import RANKS, judge_proposal, ranks_of, verify
 from eval.toy import CHAIN, DYNAMIC, TREE, VOCAB, TableDraft, TableTarget, make_tables
 from eval.tree_verify import children_of, walk_certain, walk_drawn, walk_greedy
-from eval.verify import AcceptRule, accept_certain, accept_drawn, accept_greedy
+from eval.verify import AcceptRule, accept_certain, accept_drawn, accept_greedy, given
 from models.sampling import OwnDice, Sampling, SharedDice
 
 MANY = 3000
@@ -46,11 +46,11 @@ def test_on_a_chain_the_tree_rules_are_the_chain_rules_draw_for_draw(bounded: bo
         (accept_greedy(target, ids, counts), walk_greedy(target, proposal, counts)),
         (
             accept_certain(target, ids, SharedDice(3, MANY), counts),
-            walk_certain(target, proposal, SharedDice(3, MANY), counts),
+            walk_certain(given(target), proposal, SharedDice(3, MANY), counts),
         ),
         (
             accept_drawn(target, draft, ids, SharedDice(3, MANY), counts),
-            walk_drawn(target, draft, proposal, SharedDice(3, MANY), counts),
+            walk_drawn(given(target), given(draft), proposal, SharedDice(3, MANY), counts),
         ),
     )
     for of_chain, of_tree in pairs:
@@ -160,7 +160,7 @@ def test_counts_bound_the_walk_and_rule_nothing_out(rule: AcceptRule):
     proposal = Proposal(ids, layout.parents.expand(3, 6), shape, None, layout.source)
     draft = certain[[1, 3, 5]].expand(3, 3, 7)
     counts = torch.tensor([0, 1, 2])
-    verdict = verify(rule, target, draft, proposal, SharedDice(0, 3), counts)
+    verdict = verify(rule, given(target), given(draft), proposal, SharedDice(0, 3), counts)
     assert verdict.accepted.tolist() == [0, 1, 2]
     assert verdict.token.tolist() == [1, 3, 6]
     assert verdict.path.tolist() == [[0, 0], [1, 0], [1, 3]]
@@ -185,7 +185,7 @@ def test_a_rule_rolls_a_number_a_guess_and_one_more(rule: AcceptRule):
     for target in (agreeing, opposing, random_rows(0, 20, 4, 6)):
         for counts in (None, torch.zeros(20, dtype=torch.long)):
             dice = CountingDice(0, 20)
-            verify(rule, target, draft, chain_proposal(ids), dice, counts)
+            verify(rule, given(target), given(draft), chain_proposal(ids), dice, counts)
             assert dice.rolled == 4
 
 

@@ -12,6 +12,7 @@ from eval.verify import (
     accept_certain,
     accept_drawn,
     accept_greedy,
+    given,
     overlap,
     scatter_to_target,
 )
@@ -42,7 +43,8 @@ def on_chain(
     proposal = Proposal(
         ids, torch.arange(length).expand(ids.shape), chain(length), source=torch.arange(length)
     )
-    return verify(rule, target, draft, proposal, SharedDice(0, *ids.shape[:-1]))
+    offered = None if draft is None else given(draft)
+    return verify(rule, given(target), offered, proposal, SharedDice(0, *ids.shape[:-1]))
 
 
 def shares(tokens: torch.Tensor, size: int) -> torch.Tensor:
