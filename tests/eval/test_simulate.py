@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from conf.shapes import StaticShape
 from eval.checks import Check, check_lines, drawn, exactly
 from eval.chi_square import against_exact, against_noisy, of_two_samples, quantile, tail
 from eval.enumeration import EXACT, Rule, enumerate_rule, random_pair
@@ -31,9 +32,8 @@ def test_the_lessons_drafts():
         assert divergence(TARGET, draft) == pytest.approx(kl, abs=5e-5)
         assert acceptance(TARGET, draft) == pytest.approx(alpha, abs=5e-5)
     small = acceptance(TARGET, perturb(TARGET, NOISES[-1]))
-    assert expected_tokens(small, 5) * 1000 == pytest.approx(
-        5732, abs=4 * 36
-    )  # its one run of 1000
+    one_run = 5732  # tokens of 1000 calls, each off by 1.16 or so
+    assert expected_tokens(small, 5) * 1000 == pytest.approx(one_run, abs=4 * 1.16 * 1000**0.5)
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -109,11 +109,11 @@ def test_acceptance_that_depends_on_the_text():
     """The exact figure is met, and E of the mean α is not: the formula needs independence."""
     tables = easy_and_hard(8, 0)
     exact = exact_figures(tables, 5, 10)
-    tokens = play(tables, 5, 5000, 10, 0).tokens
+    tokens = play(tables, 5, 20_000, 10, 0).tokens
     error = float(tokens.std()) / len(tokens) ** 0.5
     assert abs(float(tokens.mean()) - exact.tokens) < 4 * error
     wrong = expected_tokens(exact.alpha, 5)
-    assert not drawn("E of the mean", float(tokens.mean()), wrong, error / 4 * 3).passed
+    assert not drawn("E of the mean", float(tokens.mean()), wrong, error).passed
     assert all(check.passed for check in by_context(1, 20_000).checks)
     assert exact_figures(tables, 5, 1).tokens != pytest.approx(exact.tokens, abs=0.01)  # root 0
 
@@ -126,8 +126,6 @@ def test_alpha_of_played_rounds_counts_tested_guesses_alone():
 
 def test_ranks_walk_only_where_the_tree_has_a_node():
     """Two children, the second without children: rank 1 ends the walk one level on."""
-    from conf.shapes import StaticShape
-
     shape = StaticShape("odd", (0, 0, 1), (0, 1, 0))
     tokens = walk_ranks(shape, same_at_every_depth([0.0, 1.0], 2), 50, 0)
     assert tokens.tolist() == [2.0] * 50
@@ -180,28 +178,30 @@ def test_rollback_by_too_much_or_too_little_is_seen():
     assert after.foreign == 0 and after.foreign_with_own == 1
 
 
-def test_the_real_cache_holds_the_same_rows():
-    """The story's token numbers as keys: KVCache by ``advance`` alone ends with the same rows."""
+@pytest.mark.parametrize("too_far", [0, 1])
+def test_the_real_cache_holds_the_same_rows(too_far: int):
+    """The story's tokens as keys: KVCache, moved by ``advance`` alone, ends with the same rows.
+
+    One row further for B in round 1, as if the verifier's own token had one, and it does not.
+    """
     config = LlamaConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=1, vocab_size=8)
-    caches = [KVCache(config, 1, 32, torch.device("cpu"), torch.float32) for _ in "AB"]
     batch = KVCache(config, 2, 32, torch.device("cpu"), torch.float32)
     events = two_rounds()
     numbers = {token: i for i, token in enumerate(sorted({r for e in events for r in e.rows}))}
-    for one, cache in zip(events[:2], caches, strict=True):
-        write(cache, [one.rows], numbers)
-        cache.advance(one.length)
-    longest = max(len(one.rows) for one in events[:2])
-    write(batch, [(one.rows + ["a0"] * longest)[:longest] for one in events[:2]], numbers)
+    write(batch, [[*one.rows, "a0"][:3] for one in events[:2]], numbers)  # B: padded on the right
     batch.advance(torch.tensor([one.length for one in events[:2]]))
     for at in (2, 6):
         fed, after = events[at : at + 2], events[at + 2 : at + 4]
         write(batch, [one.rows[one.length : one.length + N + 1] for one in fed], numbers)
-        batch.advance(torch.tensor([b.length - a.length for a, b in zip(fed, after, strict=True)]))
-        assert batch.lengths.tolist() == [one.length for one in after]
+        moved = [late.length - early.length for early, late in zip(fed, after, strict=True)]
+        moved[1] += too_far if at == 2 else 0
+        batch.advance(torch.tensor(moved))
     keys, _ = batch.update(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1, 4), 0)
-    for row, one in enumerate(after):
-        found = keys[row, 0, : one.length, 0].long().tolist()
-        assert found == [numbers[token] for token in one.text[:-1]]
+    held = [
+        keys[row, 0, : one.length, 0].long().tolist() == [numbers[token] for token in one.text[:-1]]
+        for row, one in enumerate(events[-2:])
+    ]
+    assert held == [True, not too_far]
 
 
 def write(cache: KVCache, rows: list[list[str]], numbers: dict[str, int]) -> None:

@@ -57,7 +57,8 @@ def test_the_lessons_tables(alpha: float):
         found = expected_tokens(alpha, n)
         assert found == pytest.approx(tokens, abs=0.005001)
         assert time_per_token(found, n, 0.04) == pytest.approx(time, abs=0.000501)
-        assert expected_tokens(alpha, n - 1) != pytest.approx(tokens, abs=0.005001)  # off by one
+        if n <= 5:  # an off-by-one shows; beyond, low α has too little left to add
+            assert expected_tokens(alpha, n - 1) != pytest.approx(tokens, abs=0.005001)
 
 
 @pytest.mark.parametrize("alpha", OPTIMA)
