@@ -10,6 +10,7 @@ from eval.plots import (
     DPI,
     SIZE,
     Curve,
+    Point,
     draw_acceptance,
     draw_depth_sweep,
     draw_speed,
@@ -34,6 +35,7 @@ def test_every_plot_is_a_png_of_the_right_size(tmp_path: Path):
         tmp_path / "s.png",
         Curve("measured", [1.2, 1.4], some[:2], [1, 3]),
         Curve("predicted", [1.3, 1.5], None, [1, 3]),
+        [Point("2x2", 1.45, some[0], 2, 1.5)],
         3,
     )
     curves = [Curve(f"depth {k}", [0.5, 0.1 * k, math.nan]) for k in range(9)]

@@ -170,7 +170,7 @@ def test_what_differs_besides_the_head_is_named(heads: SimpleNamespace, tmp_path
 
 def test_another_verifier_is_refused(heads: SimpleNamespace, tmp_path: Path):
     other = replace(heads.b, settings=replace(heads.b.settings, verifier="another"))
-    with pytest.raises(ConfigError, match="verifier another and .* with some/verifier"):
+    with pytest.raises(ConfigError, match=r"verifier another and .* with some/verifier"):
         compared(tmp_path, heads.a, other)
     found = compared(tmp_path, heads.a, other, "--same-verifier")
     assert found["warnings"][0].startswith("verifier: a has some/verifier, b has another")
