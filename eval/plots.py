@@ -244,7 +244,7 @@ def line(axes: Axes, curve: Curve, number: int, style: str = "-") -> None:
         color=colour,
         linewidth=2,
         markersize=6,
-        label=shortened(curve.label),
+        label=curve.label,
     )
     if curve.intervals and kept:
         low, high = zip(
