@@ -72,7 +72,7 @@ def draw_speed(
             SERIES[(number + 2) % len(SERIES)],
             MARKERS[(number + 2) % len(MARKERS)],
         )
-        name = f"{point.label} (predicted {point.predicted:.2f})"
+        name = f"{shortened(point.label)} (predicted {point.predicted:.2f})"
         axes.plot(
             at, [point.y], linestyle="", marker=marker, color=colour, markersize=8, label=name
         )
@@ -103,7 +103,7 @@ def draw_time_split(path: Path, shapes: Sequence[str], parts: Sequence[Curve]) -
     axes.grid(visible=False)
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, -0.32))
+    figure.legend(frameon=False, ncols=3, loc="outside lower center")
     save(figure, path)
 
 
@@ -171,7 +171,7 @@ def draw_differences(path: Path, rows: Sequence[Point], title: str) -> None:
 
 def shortened(name: str) -> str:
     """Names of big trees are as long as the trees."""
-    return name if len(name) <= 36 else f"{name[:33]}..."
+    return name if len(name) <= 40 else f"{name[:37]}..."
 
 
 def draw_depth_sweep(path: Path, curves: Sequence[Curve]) -> None:

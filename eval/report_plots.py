@@ -14,6 +14,7 @@ from eval.plots import (
     draw_temperatures,
     draw_time_split,
     draw_training,
+    shortened,
 )
 from eval.report import EvalReport, RangeFigures
 from eval.speed_report import ShapeSpeed
@@ -85,6 +86,7 @@ def batches(report: EvalReport, folder: Path) -> Plot:
     sizes = sorted(report.by_batch)
     at = [report.by_batch[size] for size in sizes]
     fixed = report.settings.best_shape
+    always = f"always {shortened(fixed)}"
     rates = [
         Curve(
             "without a draft",
@@ -92,12 +94,12 @@ def batches(report: EvalReport, folder: Path) -> Plot:
             None,
             sizes,
         ),
-        Curve(f"always {fixed}", [rate_of(one.shapes.get(fixed)) for one in at], None, sizes),
+        Curve(always, [rate_of(one.shapes.get(fixed)) for one in at], None, sizes),
         Curve("best of each batch", [rate_of(one.shapes[one.best]) for one in at], None, sizes),
     ]
     best = [one.shapes[one.best] for one in at]
     speedups = [
-        Curve(f"always {fixed}", [gain_of(one.shapes.get(fixed)) for one in at], None, sizes),
+        Curve(always, [gain_of(one.shapes.get(fixed)) for one in at], None, sizes),
         Curve(
             "best of each batch",
             [one.speedup_decode for one in best],
