@@ -1,189 +1,184 @@
 """Whether speculation changes the output: token by token when greedy, counted when sampled.
 
-    python -m eval.lossless [HEAD_DIR] [--prompts FILE ...] [--count 20] [--new-tokens 64]
+    python -m eval.lossless [HEAD_DIR] [--verifier PATH] [--prompts FILE ...] [--quick]
 
-compares the two loops of eval/decode.py in fp32 and runs the tables of eval/toy.py. Exit code 1
-when either finds a difference, or when the toy test passes a rule that is known to be wrong.
+runs the product's loop against itself without a draft (eval/greedy_proof.py), the accept rules on
+tables with known probabilities (eval/toy.py), and on the real verifier's first token
+(eval/first_token.py). Rules that are known to be wrong take the same tests and must fail. HEAD_DIR
+is a best/ folder or an exported one. Exit code 1 when anything differs that should not.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from conf.compose import load_saved, sentence_on_error
-from conf.runtime import cache_dir, note_once, progress, say
-from conf.schema import ConfigError, RunSection
-from conf.shapes import chain
-from data.dialects import RowRefused
-from data.distributed import pick_device
-from data.eval_prompts import EvalPrompt, read_prompts, take
-from data.records import Turn
-from data.template import encode_prompt
-from eval.decode import DecodeSettings, decode
-from eval.difference import Difference, compare
+from conf.compose import sentence_on_error
+from conf.runtime import progress, say
+from conf.schema import RunSection
+from conf.shapes import Shape, parse_shape
+from eval.examined import Request, examine, newest_head
+from eval.first_token import FirstToken, prove_first_token
+from eval.greedy_proof import GreedyCheck, Way, prove_greedy
 from eval.parser import Parser
-from eval.toy import CASES, ToyResult, run_toy
-from models.draft_file import CONFIG, load_draft
-from models.eagle3 import Eagle3Draft
-from models.generate import end_ids
-from models.token_strings import refuse_other_tokens
-from models.verifier import Verifier
+from eval.tables import aligned
+from eval.toy import CASES, SEEDS, ToyResult, run_toy
+
+SHAPES = ["4", "2x2x2", "dynamic:nodes=12,depth=4,top_k=3"]
+BATCH = 8
+QUICK_DRAWS = 10_000
+DRAWS = 50_000
+QUICK_PROMPTS = 4
 
 
 @dataclass(frozen=True)
-class LosslessReport:
-    checked: int
-    identical: int
-    differences: list[Difference]
-    refused: int = 0  # prompts that the chat template does not take
+class Proof:
+    greedy: list[GreedyCheck]  # float32
+    rounded: list[GreedyCheck]  # bfloat16, graded
+    first: list[FirstToken]
+    toy: list[ToyResult]
 
     @property
     def passed(self) -> bool:
-        return self.checked == self.identical
-
-
-def check_greedy(
-    verifier: Verifier, draft: Eagle3Draft, prompts: list[list[int]], settings: DecodeSettings
-) -> LosslessReport:
-    """Decode every prompt (token ids) with and without ``draft`` and compare the tokens.
-
-    Meant for fp32: in bf16 several tokens at once round differently from one, and ties part.
-    """
-    differences: list[Difference] = []
-    for index, ids in enumerate(progress(prompts, len(prompts), "lossless", "prompt")):
-        plain = decode(verifier, None, [ids], settings).generations[0]
-        speculative = decode(verifier, draft, [ids], settings).generations[0]
-        found = compare(verifier, ids, plain, speculative, index)
-        differences += [] if found is None else [found]
-    return LosslessReport(len(prompts), len(prompts) - len(differences), differences)
-
-
-def newest_head(root: Path) -> Path:
-    """The best/ folder written last under ``root``. Raises ConfigError when there is none."""
-    heads = [path.parent for path in root.rglob(f"best/{CONFIG}")]
-    if not heads:
-        raise ConfigError(
-            f"{root}: no run with a best/ head in it; train one with bash launch/demo.sh or give "
-            "a HEAD_DIR"
+        sampled = [*self.first, *self.toy]
+        return all(one.passed for one in [*self.greedy, *self.rounded]) and all(
+            one.as_expected for one in sampled
         )
-    return max(heads, key=lambda head: (head / CONFIG).stat().st_mtime)
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for."""
-
-    head: Path
-    prompts: list[str]  # files; empty: those of the run
-    count: int
-    new_tokens: int
-
-
-def check_head(request: Request) -> LosslessReport:
-    """Load head and verifier in fp32 and compare the loops on the first ``count`` prompts."""
-    cfg = load_saved(request.head.parent / "config.yaml")
-    device = pick_device(cfg.run.device, 0)
-    prompts = take(read_prompts(request.prompts or cfg.eval.prompts).prompts, request.count)
-    verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, torch.float32)
-    draft = load_draft(request.head, device, torch.float32, verifier.embedding)
-    refuse_other_tokens(request.head, verifier.tokenizer)
-    settings = DecodeSettings(request.new_tokens, end_ids(verifier), chain(cfg.eval.n_draft))
-    ids = encode_first(verifier, prompts, cfg.data.template_kwargs)
-    if not ids:
-        raise ConfigError(
-            "eval.prompts: the chat template refuses every prompt; give others with --prompts"
-        )
-    report = check_greedy(verifier, draft, ids, settings)
-    return replace(report, refused=len(prompts) - len(ids))
+def prove(request: Request) -> Proof:
+    """All parts. Raises ConfigError for a head, verifier or prompts that cannot be had."""
+    shapes = [parse_shape(text, "--shapes") for text in request.shapes]
+    exam = examine(request, torch.float32)
+    greedy = prove_greedy(exam, ways_of(shapes))
+    draws = QUICK_DRAWS if request.quick else DRAWS
+    first = prove_first_token(exam.verifier, exam.draft, exam.prompts, draws)
+    del exam  # one verifier in memory at a time
+    rounded: list[GreedyCheck] = []
+    if not request.quick:
+        again = examine(request, torch.bfloat16)
+        rounded = prove_greedy(again, [Way(shape, BATCH) for shape in shapes])
+    seeds = 1 if request.quick else SEEDS
+    toy = [run_toy(case, seeds) for case in progress(CASES, len(CASES), "toy tables", "case")]
+    return Proof(greedy, rounded, first, toy)
 
 
-def encode_first(
-    verifier: Verifier, prompts: Sequence[EvalPrompt], template_kwargs: dict[str, Any]
-) -> list[list[int]]:
-    """Token ids of each prompt's first question; those the template refuses are left out."""
-    found: list[list[int]] = []
-    for prompt in prompts:
-        try:
-            turns = first_question(prompt.turns)
-            found.append(encode_prompt(turns, verifier.tokenizer, template_kwargs))
-        except RowRefused as refusal:
-            note_once(refusal.note)
-    return found
+def ways_of(shapes: Sequence[Shape]) -> list[Way]:
+    """Each shape in batches, the first alone as well, and plain batches."""
+    return [Way(shapes[0], 1), *(Way(shape, BATCH) for shape in shapes), Way(None, BATCH)]
 
 
-def first_question(turns: Sequence[Turn]) -> list[Turn]:
-    """A system turn, if any, and the first user turn."""
-    end = next(i for i, turn in enumerate(turns) if turn.role == "user") + 1
-    return list(turns[:end])
+# ---- what is printed ---------------------------------------------------------------------------
 
 
-def describe_greedy(report: LosslessReport) -> list[str]:
-    lines = [f"greedy, fp32: {report.identical} of {report.checked} prompts token-identical"]
-    for found in report.differences:
+def describe_greedy(checks: Sequence[GreedyCheck], dtype: str) -> list[str]:
+    lines: list[str] = []
+    for check in checks:
+        ties = sum(one.tie for one in check.graded)
+        graded = f", {ties} of the others ties of rounding" if check.graded else ""
         lines.append(
-            f"  prompt {found.prompt}, token {found.position}: plain {found.plain}, speculative "
-            f"{found.speculative}, gap of the top two logits {found.gap:.2e}"
+            f"greedy, {dtype}, {check.way.name}: {check.identical} of {check.checked} prompts "
+            f"token-identical{graded}"
         )
-    if report.refused:
-        lines.append(f"  not compared: {report.refused} prompts that the chat template refuses")
+        for one in check.graded:
+            found = one.difference
+            verdict = "a tie" if one.tie else "NO TIE"
+            lines.append(
+                f"  prompt {found.prompt}, token {found.position}: plain {found.plain}, here "
+                f"{found.speculative}, gap of the top two logits {found.gap:.2e}, rounding can "
+                f"close {one.tolerance:.2e}: {verdict}"
+            )
     return lines
+
+
+def describe_first(results: Sequence[FirstToken], draws: int) -> list[str]:
+    if not results:
+        return ["first token: no prompt leaves the verifier a choice; give others with --prompts"]
+    rows = [
+        (
+            *(str(one.prompt), one.rule.value, one.control.value if one.control else "-"),
+            *(str(one.tokens), f"{one.accepted:.3f}", f"{one.p:.1e}", f"{one.bound:.1e}"),
+            verdict_of(one),
+        )
+        for one in results
+    ]
+    head = ("prompt", "rule", "control", "tokens", "accepted", "p", "bound", "result")
+    title = f"sampled, first token of the real verifier: {draws:,} draws against its distribution"
+    return [title, *aligned(head, rows)]
 
 
 def describe_toy(results: Sequence[ToyResult]) -> list[str]:
     """A table: one line a case, with what was expected of it."""
-    row = "{:24} {:8} {:8} {:12} {:25} {:>10} {:>8}  {}"
-    names = ("rule", "shape", "draft", "sampling", "control", "smallest p", "bound", "result")
-    lines = [
-        "sampled, toy tables: chi-square of 1-, 2-, 3-token blocks against exact probabilities",
-        row.format(*names),
-    ]
-    for result in results:
-        case = result.case
+    rows = []
+    for one in results:
+        case = one.case
         control = case.control.value if case.control else "-"
-        verdict = "exact" if result.exact else "biased"
-        surprise = "" if result.as_expected else "  UNEXPECTED"
-        p, bound = f"{result.smallest_p:.1e}", f"{result.bound:.1e}"
-        words = (case.rule.value, case.shape_kind, case.vocabulary, case.filters, control, p, bound)
-        lines.append(row.format(*words, verdict + surprise))
-    return lines
+        words = (case.rule.value, case.shape_kind, case.vocabulary, case.filters, control)
+        rows.append((*words, f"{one.smallest_p:.1e}", f"{one.bound:.1e}", verdict_of(one)))
+    head = ("rule", "shape", "draft", "sampling", "control", "smallest p", "bound", "result")
+    title = "sampled, toy tables: chi-square of 1-, 2-, 3-token blocks against exact probabilities"
+    return [title, *aligned(head, rows)]
+
+
+def verdict_of(one: FirstToken | ToyResult) -> str:
+    return ("exact" if one.exact else "biased") + ("" if one.as_expected else "  UNEXPECTED")
+
+
+def describe(proof: Proof, quick: bool) -> list[str]:
+    verdict = "PROVED: nothing differs that should not, and every wrong rule was caught"
+    return [
+        *describe_greedy(proof.greedy, "float32"),
+        *describe_greedy(proof.rounded, "bfloat16"),
+        *describe_first(proof.first, QUICK_DRAWS if quick else DRAWS),
+        *describe_toy(proof.toy),
+        verdict if proof.passed else "FAILED: see NO TIE, UNEXPECTED and missing prompts above",
+    ]
 
 
 def parse(argv: list[str] | None) -> Request:
     parser = Parser(
         prog="python -m eval.lossless",
-        description="Compare speculative with plain decoding (greedy, fp32), and test the "
-        "sampling rules by counting. Exit code 1 when something differs.",
+        description="Prove that speculation leaves the output as it is. Exit code 1 when it does "
+        "not, or when a test passes a rule that is known to be wrong.",
     )
     parser.add_argument(
         "head", nargs="?", type=Path, metavar="HEAD_DIR", help="default: best/ of the newest run"
     )
+    parser.add_argument("--verifier", metavar="PATH", help="default: that of the run")
     parser.add_argument(
         "--prompts", nargs="+", default=[], metavar="FILE", help="default: those of the run"
     )
     parser.add_argument("--count", type=int, default=20, help="prompts to compare")
     parser.add_argument("--new-tokens", type=int, default=64, help="limit of one answer")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SHAPE", help="of guesses")
+    parser.add_argument(
+        "--quick", action="store_true", help="under a minute: 4 prompts, float32, fewer draws"
+    )
     words = parser.parse_args(argv)
     for name in ("count", "new_tokens"):
         if getattr(words, name) < 1:
             parser.error(f"--{name.replace('_', '-')}={getattr(words, name)}: must be 1 or more")
     head = words.head or newest_head(Path(RunSection().root))
-    return Request(head, words.prompts, words.count, words.new_tokens)
+    return Request(
+        head=head,
+        verifier=words.verifier,
+        prompts=words.prompts,
+        count=min(words.count, QUICK_PROMPTS) if words.quick else words.count,
+        new_tokens=words.new_tokens,
+        shapes=words.shapes,
+        quick=words.quick,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print both tests; 0 when all is as it should be."""
+    """Print the proof; 0 when all is as it should be."""
     request = parse(argv)
     say(f"head: {request.head}")
-    greedy = check_head(request)
-    for line in describe_greedy(greedy):
+    proof = prove(request)
+    for line in describe(proof, request.quick):
         say(line)
-    results = [run_toy(case) for case in progress(CASES, len(CASES), "toy tables", "case")]
-    for line in describe_toy(results):
-        say(line)
-    return 0 if greedy.passed and all(result.as_expected for result in results) else 1
+    return 0 if proof.passed else 1
 
 
 if __name__ == "__main__":
