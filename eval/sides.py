@@ -93,8 +93,9 @@ class DraftDecoder:
         self.committed = [0] * batch  # rows made of verifier states
         self._depth = 0  # of the nodes run last
         self._lineage: Tensor | None = None  # [B, W, S] the nodes so far that those run last see
-        self._waiting: tuple[Tensor, Tensor]  # tokens and states of the rows to come
-        self._counts: list[int]  # how many of them each sequence has
+        # Tokens and states of the rows to come; None while no sequence has had room for a guess.
+        self._waiting: tuple[Tensor, Tensor] | None = None
+        self._counts = [0] * batch  # how many of them each sequence has
         self._hidden: Tensor  # [B, W, D] the output of the nodes run last
 
     def feed(self, tokens: Tensor, aux: Tensor, counts: list[int]) -> None:
@@ -115,6 +116,7 @@ class DraftDecoder:
 
     def start(self) -> Tensor:
         """Logits [B, 1, Vd] after the roots."""
+        assert self._waiting is not None, "start before feed"
         tokens, aux = self._waiting
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         output = self._run(tokens, self.draft.fuse(aux), steps)
@@ -172,9 +174,10 @@ class DraftDecoder:
 
     def keep(self, rows: list[int]) -> None:
         """Go on with sequences ``rows``, in that order."""
-        tokens, aux = self._waiting
-        chosen = torch.tensor(rows, device=tokens.device)
-        self._waiting = (tokens[chosen], aux[chosen])
+        if self._waiting is not None:
+            tokens, aux = self._waiting
+            chosen = torch.tensor(rows, device=tokens.device)
+            self._waiting = (tokens[chosen], aux[chosen])
         self._counts = [self._counts[row] for row in rows]
         self.committed = [self.committed[row] for row in rows]
         self.cache.keep(rows)
