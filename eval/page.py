@@ -95,7 +95,8 @@ def acceptance_rows(report: EvalReport) -> list[Row]:
 def speed_rows(report: EvalReport) -> list[Row]:
     spread, best = report.intervals, report.settings.best_n
     decode = f"tokens/s with the draft / without, prefill apart, N = {best}"
-    shape = report.settings.best_shape
+    fastest = min(report.by_batch.items())[1]
+    shape = fastest.shapes[fastest.best].label
     versus = f"tokens/s with {shape} / the library's generate, prefills included"
     both = "the same with both prefills"
     return [
