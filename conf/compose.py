@@ -37,6 +37,7 @@ def load_config(argv: list[str], running: Sequence[Stage] | None = None) -> RunC
     overrides = [completed(word) for word in argv]
     try:
         with initialize_config_dir(str(FOLDER), version_base=None):
+            refuse_group_of_null(overrides)
             composed = compose("config", overrides)
         cfg = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
@@ -92,6 +93,13 @@ class sentence_on_error:
                 f"{error.filename or 'run.root or run.cache'}: the disk became full; make room and "
                 "run the same command again, which goes on from what is finished"
             )
+        if isinstance(error, OSError) and error.filename is not None:
+            # A rename's second name is the one that the user gave.
+            place = error.filename2 or error.filename
+            error = JobError(
+                f"{place}: {error.strerror}; give a place that can be read and written, or "
+                "mend this one, and run the same command again"
+            )
         if isinstance(error, KeyboardInterrupt):
             if self.speaks:
                 sys.stderr.write("interrupted; the same command goes on from what is finished\n")
@@ -140,6 +148,14 @@ def group_table() -> str:
         if options:
             lines.append(f"  {group.name}: {options}")
     return "\n".join(lines)
+
+
+def refuse_group_of_null(overrides: list[str]) -> None:
+    """Hydra meets a group set to null with a traceback."""
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if value in ("null", "") and (FOLDER / key.lstrip("+")).is_dir():
+            raise ConfigError(f"{word}: names no file of the group; --help lists the groups")
 
 
 def knobs_holding(container: type, section: Any = RunConfig, prefix: str = "") -> set[str]:

@@ -13,6 +13,14 @@ from conf.schema import (
 )
 from conf.shapes import MAX_NODES, DynamicShape, parse_shape
 
+MOST_RESAMPLES = 1_000_000
+COLDEST, HOTTEST = 1e-6, 1e6  # beyond: argmax or chance, and then no float32 numbers at all
+TEMPERATURES = f"0, or from {COLDEST:g} to {HOTTEST:g}"
+
+
+def is_temperature(value: float) -> bool:
+    return value == 0 or COLDEST <= value <= HOTTEST
+
 
 def evaluation(cfg: RunConfig) -> Iterator[str]:
     yield from lengths(cfg)
@@ -55,10 +63,12 @@ def filters(cfg: RunConfig) -> Iterator[str]:
     if not 0 <= section.min_p <= 1:
         yield f"eval.min_p={section.min_p}: must be at least 0 and at most 1; 0 keeps all tokens"
     warm = section.temperatures
-    if not all(0 <= value < float("inf") for value in warm) or len(set(warm)) < len(warm):
+    if not all(map(is_temperature, warm)) or len(set(warm)) < len(warm):
+        yield (f"eval.temperatures={list(warm)}: each {TEMPERATURES}, none twice; try [0,0.5,1]")
+    if section.bootstrap > MOST_RESAMPLES:
         yield (
-            f"eval.temperatures={list(warm)}: finite numbers of at least 0, none twice; "
-            "try [0,0.5,1]"
+            f"eval.bootstrap={section.bootstrap}: at most {MOST_RESAMPLES}, the memory they take "
+            "grows with them; try eval.bootstrap=2000"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
-from conf.eval_rules import evaluation, evaluation_inputs
+from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
 from conf.schema import (
     FULL,
     AnswerBackend,
@@ -136,10 +136,12 @@ def shares(cfg: RunConfig) -> Iterator[str]:
     for knob, value in (
         ("eval.temperature", cfg.eval.temperature),
         ("regenerate.temperature", cfg.regenerate.temperature),
-        ("optim.weight_decay", cfg.optim.weight_decay),
     ):
-        if not 0 <= value < float("inf"):
-            yield f"{knob}={value}: must be a finite number, at least 0; try {knob}=0"
+        if not is_temperature(value):
+            yield f"{knob}={value}: must be a finite number, {TEMPERATURES}; try {knob}=0"
+    if not 0 <= cfg.optim.weight_decay < float("inf"):
+        got = f"optim.weight_decay={cfg.optim.weight_decay}"
+        yield f"{got}: must be a finite number, at least 0; try optim.weight_decay=0"
 
 
 def choices(cfg: RunConfig) -> Iterator[str]:

@@ -105,9 +105,15 @@ def progress(items: Iterable[Item], total: int, desc: str, unit: str) -> Iterabl
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: temporary name, fsync, rename, fsync of the folder."""
+    """Write a file whole or not at all: temporary name, fsync, rename, fsync of the folder.
+
+    A device or a pipe is written to as it is: root could replace /dev/null for all programs.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/null, a pipe
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -23,6 +23,7 @@ MT_CATEGORIES = (
     *("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
 )
 SPEC_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+NAMES = 200  # characters shown of the columns of a wrong file
 TURNS = ("question_id", "category", "turns")  # EAGLE's files of other benchmarks have them too
 COLUMNS = {
     Benchmark.spec_bench: (TURNS,),
@@ -49,11 +50,19 @@ def read_item(benchmark: Benchmark, row: dict[str, Any], place: str) -> Item:
     columns = next((one for one in known if all(name in row for name in one)), None)
     if columns is None:
         raise ConfigError(
-            f"{place} has the columns {', '.join(row) or 'none'} and {benchmark.value} has "
+            f"{place} has the columns {shortened(row)} and {benchmark.value} has "
             f"{' or '.join(', '.join(one) for one in known)}; give that benchmark's file, or leave "
             "its name out"
         )
-    turns = row["turns"] if columns is TURNS else [ask(benchmark, row)]
+    if columns is TURNS:
+        turns = row["turns"]
+    elif wrong := wrong_column(benchmark, row):
+        raise ConfigError(
+            f"{place} has a column of another kind than {benchmark.value}'s, {wrong}; take the "
+            "file as it was published"
+        )
+    else:
+        turns = [ask(benchmark, row)]
     whole = isinstance(turns, list) and turns
     if not whole or not all(isinstance(text, str) and text.strip() for text in turns):
         raise ConfigError(f"{place} has a turn without text; take the file as it was published")
@@ -65,6 +74,24 @@ def read_item(benchmark: Benchmark, row: dict[str, Any], place: str) -> Item:
     own = row.get("question_id", row.get("task_id"))
     name = None if own is None else str(own).rpartition("/")[2]
     return Item(name, task_of(benchmark, str(row.get("category")), place), turns)
+
+
+def shortened(row: dict[str, Any]) -> str:
+    """The names of its columns, in one line that can be read."""
+    names = ", ".join(row) or "none"
+    return " ".join((names if len(names) <= NAMES else f"{names[:NAMES]}...").split())
+
+
+def wrong_column(benchmark: Benchmark, row: dict[str, Any]) -> str | None:
+    """The column that a prompt cannot be made of; an empty text is judged as a turn."""
+    name = {Benchmark.humaneval: "prompt", Benchmark.mbpp: "text"}.get(benchmark, "question")
+    if not isinstance(row[name], str):
+        return name
+    if benchmark is not Benchmark.mbpp:
+        return None
+    tests = row["test_list"]
+    fine = isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests)
+    return None if fine else "test_list"
 
 
 def ask(benchmark: Benchmark, row: dict[str, Any]) -> str:

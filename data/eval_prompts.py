@@ -1,6 +1,7 @@
 """Evaluation prompts: which are read, and which are taken."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from data.records import Skipped, Turn
 ROLES = {"human": "user", "user": "user", "system": "system"}
 ANSWERS = ("gpt", "assistant")  # left out: the verifier answers for itself
 REPEATED = "the same prompt as an earlier one"
+UNSEEN = "unseen_patterns"  # the report's entry of the prompts with that split
+HALF = re.compile("[\ud800-\udfff]")
 SEEN = {"seen_pattern": True, "unseen_pattern": False}
 
 
@@ -94,8 +97,10 @@ def parse_prompt(line: str, file: PromptFile, number: int) -> EvalPrompt:
     """One line to one prompt; raises BadRow with a reason that can be counted."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
         raise BadRow("not JSON") from error
+    if "\\ud" in line.lower() and HALF.search(json.dumps(row, ensure_ascii=False)):
+        raise BadRow("text with half a surrogate pair, which no tokenizer reads")
     if not isinstance(row, dict):
         raise BadRow("not a JSON object")
     fallback_id = f"{file.path.stem}-{number}"
@@ -109,9 +114,13 @@ def parse_prompt(line: str, file: PromptFile, number: int) -> EvalPrompt:
     split = row.get("split")
     if split is not None and str(split) not in SEEN:
         raise BadRow(f"split {split!r} is neither seen_pattern nor unseen_pattern")
+    own = [row[key] for key in ("id", "question_id") if row.get(key) is not None]
+    task = str(row.get("task") or row.get("category") or "prompts")
+    if task == UNSEEN:
+        raise BadRow(f"task {task!r} is the name of the report's entry for split unseen_pattern")
     return EvalPrompt(
-        id=str(row.get("id", row.get("question_id", fallback_id))),
-        task=str(row.get("task") or row.get("category") or "prompts"),
+        id=str(own[0]) if own else fallback_id,
+        task=task,
         seen=None if split is None else SEEN[split],
         turns=tuple(turns),
     )

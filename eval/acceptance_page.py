@@ -1,7 +1,8 @@
 """The page's sections on acceptance: by draft position, task, place, temperature, rank."""
 
+from data.eval_prompts import UNSEEN
 from eval.acceptance import Counters
-from eval.report import UNSEEN, EvalReport, GroupFigures, RangeFigures
+from eval.report import EvalReport, GroupFigures, RangeFigures
 from eval.tables import Block, Bullets, Grid, Row, Section, shown, span
 
 

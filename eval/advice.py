@@ -96,11 +96,7 @@ def at_batch(weighed: Weighed) -> AtBatch:
 
 
 def conclude(
-    question: Question,
-    place: Place,
-    weighed: Weighed,
-    family: FamilyAdvice,
-    others: list[AtBatch],
+    question: Question, place: Place, weighed: Weighed, family: FamilyAdvice, others: list[AtBatch]
 ) -> Advice:
     """Pick, judge, and put together what serving it takes."""
     evidence, chains = weighed.evidence, weighed.chains
@@ -108,13 +104,9 @@ def conclude(
     unfit = why_not(question.stack, version_of(question), place, family.family)
     on = unfit is None and choice.expected >= PAYS
     pick = choice.pick
-    gate = None
-    if evidence.report:
-        gate = gate_of(evidence.heat, evidence.rule, chains.best.nodes, chains.best.cost, place.run)
+    gate = gate_for(weighed, place)
     request = request_time(question, evidence, pick, choice.expected)
-    serving = plain_line(question, place)
-    if on:
-        serving = serve(question, place, family.family, pick, evidence.rule)
+    served = serve(question, place, family.family, pick, evidence.rule) if on else None
     return Advice(
         verdict="on" if on else "off",
         reason=unfit or reason_of(choice),
@@ -134,12 +126,20 @@ def conclude(
         by_batch=others,
         gate=gate,
         request=request,
-        serving=serving,
+        serving=served or plain_line(question, place),
         rollback=plan_of(question.stack),
         forbidden=FORBIDDEN[question.stack],
         telemetry=signals(question, pick, evidence, gate, request),
         notes=[*evidence.notes, *edge_note(weighed, place)],
     )
+
+
+def gate_for(weighed: Weighed, place: Place) -> Gate | None:
+    """The temperature up to which the best chain pays; None without a report."""
+    evidence, best = weighed.evidence, weighed.chains.best
+    if evidence.report is None:
+        return None
+    return gate_of(evidence.heat, evidence.rule, best.nodes, best.cost, place.run)
 
 
 def reason_of(choice: Choice) -> str:

@@ -149,7 +149,7 @@ def searched(rates: RankHits, table: CostTable) -> list[StaticShape]:
     shapes = [best_tree(rates, size, deep) for size in budgets for deep in range(1, len(rates) + 1)]
     widest = max(table.draft_next, default=0)
     named = {shape.name: shape for shape in shapes if not shape.is_chain}
-    return [shape for shape in named.values() if max(fed(shape), default=0) <= widest]
+    return [shape for shape in named.values() if max(shape.fed, default=0) <= widest]
 
 
 def mix_scale(rates: RankHits, mix: Mix) -> float:
@@ -166,7 +166,7 @@ def weigh_tree(shape: StaticShape, rates: RankHits, scale: float, table: CostTab
         tau=expected_tokens_of_tree(shape, rates) * scale,
         tau_from="hit rates of ranks",
         verify=interpolate(table.verify, shape.nodes + 1),
-        draft=drafting(table, fed(shape)),
+        draft=drafting(table, shape.fed),
         rest=table.rest,
     )
 
@@ -187,13 +187,6 @@ def weigh_timed(
         rest=table.rest,
     )
     return timed.of(one)
-
-
-def fed(shape: StaticShape) -> list[int]:
-    """Nodes with children, level by level: what the draft runs on after its first forward."""
-    parents = {parent for parent in shape.parents if parent}
-    depths = [shape.depths[node - 1] for node in parents]
-    return [depths.count(level) for level in range(1, shape.depth)]
 
 
 def overhead(candidates: Sequence[Candidate]) -> float:

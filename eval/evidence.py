@@ -35,19 +35,7 @@ class Evidence:
 
 def evidence_of_figures(figures: Figures, question: Question) -> Evidence:
     """From alpha or a survival curve, c, and what is known of v. Raises ConfigError."""
-    if question.tasks:
-        raise ConfigError(
-            "--tasks: shares need the acceptance of each task, and one alpha has none; give a "
-            "report of prompts with a task name each"
-        )
-    if not figures.survival and figures.alpha is None:
-        raise ConfigError(ask_for_report("--alpha"))
-    if not figures.verify and question.batch > 1:
-        raise ConfigError(
-            f"--batch={question.batch}: beside other sequences a verified token has a cost of its "
-            "own; give it as --v 5=1.3, or give a report with eval.batch_sizes="
-            f"[1,{question.batch}]"
-        )
+    refuse_gaps(figures, question)
     notes = ["These figures are taken as given; nothing here measured them."]
     if not figures.verify:
         notes.append(
@@ -74,6 +62,23 @@ def evidence_of_figures(figures: Figures, question: Question) -> Evidence:
     )
     rule = GREEDY if temperature == 0 else "as given"
     return Evidence(mix, temperature, rule, None, table, Timed({}), longest, notes)
+
+
+def refuse_gaps(figures: Figures, question: Question) -> None:
+    """Raise ConfigError for what cannot be answered from these figures."""
+    if question.tasks:
+        raise ConfigError(
+            "--tasks: shares need the acceptance of each task, and one alpha has none; give a "
+            "report of prompts with a task name each"
+        )
+    if not figures.survival and figures.alpha is None:
+        raise ConfigError(ask_for_report("--alpha"))
+    if not figures.verify and question.batch > 1:
+        raise ConfigError(
+            f"--batch={question.batch}: beside other sequences a verified token has a cost of its "
+            "own; give it as --v 5=1.3, or give a report with eval.batch_sizes="
+            f"[1,{question.batch}]"
+        )
 
 
 def evidence_of_report(report: EvalReport, question: Question) -> Evidence:

@@ -67,7 +67,8 @@ def examine(request: Request, dtype: torch.dtype) -> Exam:
         raise ConfigError(
             "eval.prompts: the chat template refuses every prompt; give others with --prompts"
         )
-    return Exam(verifier, draft, ids, DecodeSettings(request.new_tokens, end_ids(verifier)))
+    settings = DecodeSettings(request.new_tokens, end_ids(verifier))
+    return Exam(verifier, draft, ids, settings, len(prompts) - len(ids))
 
 
 def settings_of(request: Request) -> RunConfig:

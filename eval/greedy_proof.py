@@ -68,6 +68,7 @@ class Exam:
     draft: Eagle3Draft
     prompts: Sequence[list[int]]  # token ids
     settings: DecodeSettings
+    refused: int = 0  # prompts that the chat template does not take
 
     def answers(self, way: Way) -> list[Generation]:
         """Of all prompts, in their order."""

@@ -29,7 +29,7 @@ SHAPES = ["4", "2x2x2", "dynamic:nodes=12,depth=4,top_k=3"]
 BATCH = 8
 QUICK_DRAWS = 10_000
 DRAWS = 50_000
-QUICK_PROMPTS = 4
+QUICK_PROMPTS, QUICK_TOKENS = 4, 32
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Proof:
     rounded: list[GreedyCheck]  # bfloat16, graded
     first: list[FirstToken]
     toy: list[ToyResult]
+    refused: int  # prompts that the chat template does not take
 
     @property
     def passed(self) -> bool:
@@ -54,6 +55,7 @@ def prove(request: Request) -> Proof:
     greedy = prove_greedy(exam, ways_of(shapes))
     draws = QUICK_DRAWS if request.quick else DRAWS
     first = prove_first_token(exam.verifier, exam.draft, exam.prompts, draws)
+    refused = exam.refused
     del exam  # one verifier in memory at a time
     rounded: list[GreedyCheck] = []
     if not request.quick:
@@ -61,7 +63,7 @@ def prove(request: Request) -> Proof:
         rounded = prove_greedy(again, [Way(shape, BATCH) for shape in shapes])
     seeds = 1 if request.quick else SEEDS
     toy = [run_toy(case, seeds) for case in progress(CASES, len(CASES), "toy tables", "case")]
-    return Proof(greedy, rounded, first, toy)
+    return Proof(greedy, rounded, first, toy, refused)
 
 
 def ways_of(shapes: Sequence[Shape]) -> list[Way]:
@@ -130,6 +132,11 @@ def describe(proof: Proof, quick: bool) -> list[str]:
     return [
         *describe_greedy(proof.greedy, "float32"),
         *describe_greedy(proof.rounded, "bfloat16"),
+        *(
+            [f"not compared: {proof.refused} prompts that the chat template refuses"]
+            if proof.refused
+            else []
+        ),
         *describe_first(proof.first, QUICK_DRAWS if quick else DRAWS),
         *describe_toy(proof.toy),
         verdict if proof.passed else "FAILED: see NO TIE, UNEXPECTED and missing prompts above",
@@ -165,7 +172,7 @@ def parse(argv: list[str] | None) -> Request:
         verifier=words.verifier,
         prompts=words.prompts,
         count=min(words.count, QUICK_PROMPTS) if words.quick else words.count,
-        new_tokens=words.new_tokens,
+        new_tokens=min(words.new_tokens, QUICK_TOKENS) if words.quick else words.new_tokens,
         shapes=words.shapes,
         quick=words.quick,
     )

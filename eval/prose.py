@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Any
 
 from conf.schema import EvalSection
-from eval.report import UNSEEN, DataOrigin, EvalReport
+from data.eval_prompts import UNSEEN
+from eval.report import DataOrigin, EvalReport
 from eval.tables import Block, Bullets, Command, shown
 
 PLAIN_WORD = re.compile(r"[\w./:+-]+")  # Hydra takes it without quotes

@@ -10,8 +10,6 @@ from conf.schema import EvalSection
 from eval.acceptance import Counters, Interval, RankHits
 from eval.speed_report import Baselines, CostTable, ShapeSpeed, SpeedAtBatch, Timing
 
-UNSEEN = "unseen_patterns"  # their entry in ``tasks``
-
 
 @dataclass(frozen=True)
 class Lossless:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema import EvalSection
+from data.eval_prompts import UNSEEN
 from eval.acceptance import (
     AcceptanceReport,
     Counters,
@@ -23,7 +24,6 @@ from eval.measure import ExactRuns, PromptRuns, count, count_answers, count_floo
 from eval.ngram import NgramTable
 from eval.positions import beyond_training, by_absolute, by_generated
 from eval.report import (
-    UNSEEN,
     DataOrigin,
     Differing,
     EvalReport,

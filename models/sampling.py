@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from conf.eval_rules import TEMPERATURES, is_temperature
 from conf.schema import ConfigError, JobError
 
 HEAD = 256  # sorted first for top-p: sorting a whole vocabulary a row costs more than the forward
@@ -24,7 +25,7 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raises ConfigError for a value outside its range."""
         checks = (
-            ("temperature", 0 <= self.temperature < float("inf"), "at least 0; 0 is greedy"),
+            ("temperature", is_temperature(self.temperature), f"{TEMPERATURES}; 0 is greedy"),
             ("top_k", self.top_k >= 0, "at least 0; 0 is off"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1; 1 is off"),
             ("min_p", 0 <= self.min_p <= 1, "at least 0 and at most 1; 0 is off"),

@@ -101,6 +101,7 @@ def test_every_group_file_composes(group: str, option: str):
         (["--fast"], ["--fast"]),
         (["ttt.depth=1,3"], ["ttt.depth"]),
         (["experiment=typo"], ["typo"]),
+        (["eval=null"], ["eval=null"]),
         (["data=jsonl"], ["data.path"]),
     ],
 )

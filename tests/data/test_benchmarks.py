@@ -106,6 +106,19 @@ def test_what_else_is_refused(tmp_path: Path):
     for wrong in ([], [""], [3], "text"):
         with pytest.raises(ConfigError, match="line 1 has a turn without text"):
             read(tmp_path, "alpaca", {**turns(1, ""), "turns": wrong})
+    for name, row in (
+        ("gsm8k", {**GSM8K, "question": None}),
+        ("humaneval", {**HUMANEVAL, "prompt": ["def f():"]}),
+        ("mbpp", {**MBPP, "text": 5}),
+        ("mbpp", {**MBPP, "test_list": None}),
+        ("mbpp", {**MBPP, "test_list": "assert f(1)"}),
+        ("mbpp", {**MBPP, "test_list": []}),
+    ):
+        with pytest.raises(ConfigError, match="line 1 has a column of another kind"):
+            read(tmp_path, name, row)
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path, "gsm8k", {"a\nb": 1, **{f"column{i}": i for i in range(3000)}})
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
     with pytest.raises(ConfigError, match=r"eval\.prompts=gsm8k:.*missing\.jsonl: no such file"):
         read_prompts([f"gsm8k:{tmp_path / 'missing.jsonl'}"])
     with pytest.raises(ConfigError, match="no known prompt set; take one of spec_bench, mt_bench"):

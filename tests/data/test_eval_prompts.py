@@ -58,6 +58,10 @@ def test_shapes_of_a_line(tmp_path: Path):
         ({"messages": [user(None)]}, "a turn without text"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role 'tool' is none of"),
         ({"turns": ["x"], "split": ["seen"]}, "split ['seen'] is neither"),
+        ('{"turns": ["x"], "id": ' + "9" * 5000 + "}", "not JSON"),  # more digits than Python reads
+        ("[" * 100_000, "not JSON"),
+        ('{"turns": ["half a pair \\ud83d"]}', "half a surrogate pair"),
+        ('{"turns": ["x"], "task": "\\ud83d"}', "half a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_skipped_and_counted(tmp_path: Path, row: Any, reason: str):
@@ -67,6 +71,18 @@ def test_a_bad_line_is_skipped_and_counted(tmp_path: Path, row: Any, reason: str
     ((counted, times),) = found.skipped.reasons.items()
     assert reason in counted and times == 2
     assert found.skipped.rows_in == found.skipped.rows_out + times
+
+
+def test_an_id_of_null_is_no_id(tmp_path: Path):
+    rows = [{"id": None, "turns": [text]} for text in ("one", "two")]
+    assert [one.id for one in read_prompts([written(tmp_path, *rows)]).prompts] == ["p-1", "p-2"]
+
+
+def test_the_name_of_the_unseen_patterns_is_no_task(tmp_path: Path):
+    """The report has one entry for them, which would take the place of the task's."""
+    row = {"turns": ["x"], "task": "unseen_patterns"}
+    with pytest.raises(ConfigError, match="task 'unseen_patterns' is the name of"):
+        read_prompts([written(tmp_path, row)])
 
 
 def test_files_that_cannot_be_used(tmp_path: Path):

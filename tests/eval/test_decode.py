@@ -61,6 +61,7 @@ def test_a_real_draft_changes_no_token(verifier: Verifier, make_draft):
 
 
 def test_a_prompt_of_hundreds_of_tokens(verifier: Verifier, make_draft):
+    """User report B80; 2,500 tokens are in tests/models/test_kv.py."""
     prompt = [(7 * i) % 120 + 3 for i in range(700)]
     settings = replace(SETTINGS, max_new_tokens=6)
     output = decode_speculative(verifier, make_draft(), prompt, settings)
@@ -70,7 +71,7 @@ def test_a_prompt_of_hundreds_of_tokens(verifier: Verifier, make_draft):
 @pytest.mark.parametrize("accepted", range(N + 1))
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_any_number_accepted_in_any_round(verifier: Verifier, follow, accepted: int, at: int):
-    """Round ``at`` accepts ``accepted`` guesses, the rounds before it two."""
+    """User report B75: round ``at`` accepts ``accepted`` guesses, the rounds before it two."""
     wanted = [2] * at + [accepted] + [2] * 30
 
     draft = follow(PROMPT, SETTINGS, lambda number, _root, depth: depth < wanted[number])
@@ -170,7 +171,7 @@ def test_a_draft_of_other_layers_is_refused(verifier: Verifier, make_draft):
 
 @torch.inference_mode()
 def test_after_rounds_both_caches_are_as_built_from_scratch(verifier: Verifier, follow):
-    """Draft rows come from verifier states alone, and rejected rows left nothing behind."""
+    """User report B76: draft rows come from verifier states alone; rejected ones left nothing."""
     draft = follow(PROMPT, SETTINGS, lambda number, _root, depth: depth < (number * 3) % (N + 1))
     run = speculation(verifier, draft, SETTINGS)
     run.prefill()

@@ -1,4 +1,4 @@
-"""Token-exactness is checked, differences are located, and the command says so."""
+"""Whether a head leaves the output as it is: the proof's parts, and the command."""
 
 import json
 import os
@@ -9,27 +9,87 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.compose import to_yaml
+from conf.compose import load_saved, to_yaml
 from conf.schema import ConfigError, Precision, RunConfig, RunSection, VerifierSection
-from eval import lossless
-from eval.decode import DecodeSettings, decode_plain, decode_speculative
-from eval.lossless import check_greedy, compare, newest_head
+from conf.shapes import parse_shape
+from eval import greedy_proof, lossless
+from eval.decode import DecodeSettings, decode
+from eval.difference import compare
+from eval.examined import newest_head
+from eval.first_token import CASES as FIRST_CASES
+from eval.first_token import count_first, prove_first_token, sides_after
+from eval.greedy_proof import Exam, Way, prove_greedy, rounding
 from eval.toy import CASES, run_toy
+from eval.verify import AcceptRule
+from eval.wrong_rules import Control
 from models.draft_file import save_draft
+from models.export.vllm import export_head
+from models.sampling import Sampling
 from models.verifier import Verifier
 
 PROMPTS = [[1, 40, 41, 42], [7], [3, 3, 60, 61, 62]]
-SETTINGS = DecodeSettings(n_draft=3, max_new_tokens=12, eos_ids=[])
+SETTINGS = DecodeSettings(max_new_tokens=12, eos_ids=[])
+SHAPES = ["3", "2x2", "dynamic:nodes=5,depth=2,top_k=3"]
+WAYS = [Way(parse_shape(name, "x"), batch) for name in SHAPES for batch in (1, 2)]
 
 
-def test_greedy_check_counts_identical_prompts(verifier: Verifier, make_draft):
-    report = check_greedy(verifier, make_draft(), PROMPTS, SETTINGS)
-    assert (report.checked, report.identical, report.differences) == (3, 3, [])
-    assert report.passed
+def test_every_way_gives_the_plain_tokens(verifier: Verifier, make_draft):
+    checks = prove_greedy(Exam(verifier, make_draft(), PROMPTS, SETTINGS), [*WAYS, Way(None, 3)])
+    assert [(one.checked, one.identical) for one in checks] == [(3, 3)] * 7
+    assert all(one.passed for one in checks)
 
 
-def test_a_difference_is_located_with_its_gap(verifier: Verifier, make_draft):
-    plain = decode_plain(verifier, PROMPTS[0], SETTINGS)
+def broken(monkeypatch, at: int) -> None:
+    """Rounds whose answers have another token at ``at``."""
+
+    def wrong(verifier, draft, prompts, settings):
+        decoded = decode(verifier, draft, prompts, settings)
+        if draft is None:
+            return decoded
+        spoiled = [
+            replace(one, tokens=[*one.tokens[:at], one.tokens[at] ^ 1, *one.tokens[at + 1 :]])
+            for one in decoded.generations
+        ]
+        return replace(decoded, generations=spoiled)
+
+    monkeypatch.setattr(greedy_proof, "decode", wrong)
+
+
+def test_a_wrong_token_is_no_tie_in_bfloat16(verifier: Verifier, make_draft, monkeypatch):
+    """User report B71: the gap there is far beyond what rounding can close."""
+    exam = Exam(verifier, make_draft(), PROMPTS, SETTINGS)
+    broken(monkeypatch, at=4)
+    (check,) = prove_greedy(exam, WAYS[:1])
+    assert check.identical == 0 and not check.passed  # float32: nothing may differ
+    for prompt, one in zip(PROMPTS, check.graded, strict=True):
+        assert one.difference.position == 4 and one.tolerance == 0
+        text = [*prompt, *decode(verifier, None, [prompt], SETTINGS).generations[0].tokens[:4]]
+        assert one.difference.gap > rounding(verifier, text, len(prompt))
+
+
+def test_rounding_is_twice_what_a_logit_may_be_off_by(verifier: Verifier, monkeypatch):
+    text, own = [*PROMPTS[0], 5, 6, 7, 8], verifier.logits_from
+    assert 0 < rounding(verifier, text, 4) < 1e-4  # float32
+
+    def off(last: torch.Tensor) -> torch.Tensor:
+        return own(last) + (0.25 if last.dim() == 2 else 0.0)  # single steps alone
+
+    monkeypatch.setattr(verifier, "logits_from", off)
+    assert rounding(verifier, text, 4) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_a_tie_passes_and_a_gap_does_not(verifier: Verifier, make_draft, monkeypatch):
+    exam = Exam(verifier, make_draft(), PROMPTS, SETTINGS)
+    broken(monkeypatch, at=4)
+    (check,) = prove_greedy(exam, WAYS[:1])
+    tied = [replace(one, tolerance=one.difference.gap) for one in check.graded]
+    assert replace(check, graded=tied).passed
+    apart = [*tied[:2], replace(tied[2], tolerance=tied[2].difference.gap * 0.999)]
+    assert not replace(check, graded=apart).passed
+
+
+def test_a_difference_is_located_with_its_gap(verifier: Verifier):
+    plain = decode(verifier, None, [PROMPTS[0]], SETTINGS).generations[0]
     wrong = [*plain.tokens[:5], 99, *plain.tokens[6:]]
     found = compare(verifier, PROMPTS[0], plain, replace(plain, tokens=wrong), index=2)
     assert found is not None
@@ -41,6 +101,41 @@ def test_a_difference_is_located_with_its_gap(verifier: Verifier, make_draft):
     assert found.gap == pytest.approx(float(top[0] - top[1]), abs=1e-5)
     short = compare(verifier, PROMPTS[0], plain, replace(plain, tokens=plain.tokens[:4]))
     assert short is not None and (short.position, short.speculative) == (4, None)
+
+
+# ---- the first token of a real verifier --------------------------------------------------------
+
+
+def test_first_tokens_follow_the_verifier(verifier: Verifier, make_draft):
+    """User report B73: 50,000 draws of each rule, from one forward's distributions."""
+    found = prove_first_token(verifier, make_draft(vocab_size=60), PROMPTS[:2], draws=20_000)
+    assert len(found) == 2 * len(FIRST_CASES) and all(one.as_expected for one in found)
+    assert all(0 < one.accepted < 1 for one in found)
+    caught = [one for one in found if one.control is Control.no_residual]
+    assert len(caught) == 2 and not any(one.exact for one in caught)
+
+
+def test_tokens_left_out_change_no_probability(verifier: Verifier, make_draft):
+    """The tensors hold what either side can give, and the draft's tokens keep their places."""
+    draft = make_draft(vocab_size=60)
+    sides = sides_after(verifier, draft, PROMPTS[0])
+    assert float(sides.target.sum()) == pytest.approx(1) == float(sides.drawn.sum())
+    assert len(sides.target) < verifier.facts.vocab_size
+    assert len(set(sides.target_ids.tolist())) == len(sides.drawn) == len(sides.ranked)
+    spread = torch.zeros(len(sides.target)).index_add(0, sides.target_ids, sides.drawn)
+    overlap = float(torch.minimum(sides.target, spread).sum())  # the chance of a guess to stand
+    assert count_first(sides, AcceptRule.rejection, None, 20_000)[1] == pytest.approx(
+        overlap, abs=4 * (0.25 / 20_000) ** 0.5
+    )
+
+
+def test_a_verifier_without_a_choice_proves_nothing(verifier: Verifier, make_draft, monkeypatch):
+    monkeypatch.setattr("eval.first_token.SAMPLING", Sampling(temperature=1.0, top_k=1))
+    assert prove_first_token(verifier, make_draft(), PROMPTS[:1], draws=100) == []
+    assert "no prompt leaves the verifier a choice" in lossless.describe_first([], 100)[0]
+
+
+# ---- the command -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -63,44 +158,67 @@ def run_folder(tmp_path: Path, tiny_verifier: Path, make_draft, monkeypatch) -> 
 
 
 @pytest.fixture
-def one_toy_case(monkeypatch):
+def little(monkeypatch):
+    """Few cases and draws, and no second precision."""
     monkeypatch.setattr(lossless, "CASES", (CASES[0], CASES[-1]))
-    monkeypatch.setattr(lossless, "run_toy", lambda case: run_toy(case, seeds=1, sequences=5000))
+    monkeypatch.setattr(lossless, "QUICK_DRAWS", 5000)
+    monkeypatch.setattr(lossless, "run_toy", lambda case, seeds: run_toy(case, 1, 5000))
 
 
-def test_command_takes_the_newest_run(run_folder: Path, one_toy_case, capsys):
+def test_command_takes_the_newest_run(run_folder: Path, little, capsys):
     assert newest_head(Path("runs")) == Path("runs/one/best")
     point = Path(shutil.copytree(run_folder, "runs/sweep/depth-3"))
     later = (run_folder / "best" / "draft.json").stat().st_mtime + 5
     os.utime(point / "best" / "draft.json", (later, later))
     assert newest_head(Path("runs")) == Path("runs/sweep/depth-3/best")
-    assert lossless.main(["--count", "2", "--new-tokens", "8"]) == 0
+    assert lossless.main(["--quick", "--count", "2", "--new-tokens", "8"]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 prompts token-identical" in printed
+    assert "2x2x2, batch 8: 2 of 2 prompts token-identical" in printed
     assert "exact" in printed and "biased" in printed and "UNEXPECTED" not in printed
+    assert printed.splitlines()[-1].startswith("PROVED")
 
 
-def test_command_fails_on_a_difference(run_folder: Path, one_toy_case, capsys, monkeypatch):
-    def off_by_one(*args):
-        output = decode_speculative(*args)
-        return replace(output, tokens=[*output.tokens[:-1], output.tokens[-1] ^ 1])
+def test_the_whole_command_grades_bfloat16(run_folder: Path, little, capsys, monkeypatch):
+    monkeypatch.setattr(lossless, "DRAWS", 5000)
+    assert lossless.main(["--count", "1", "--new-tokens", "6", "--shapes", "2", "1x2"]) == 0
+    printed = capsys.readouterr().out
+    assert "float32, 1x2, batch 8" in printed and "bfloat16, 2, batch 8" in printed
 
-    monkeypatch.setattr(lossless, "decode_speculative", off_by_one)
+
+def test_command_takes_any_exported_head(run_folder: Path, little, capsys, tiny_verifier: Path):
+    """Inside a run and, with --verifier, far from any."""
+    exported = run_folder / "export" / "vllm"
+    cfg = load_saved(run_folder / "config.yaml")
+    export_head(cfg, run_folder / "best", exported, dtype=Precision.float32)
+    assert lossless.main([str(exported), "--quick", "--new-tokens", "4"]) == 0
+    alone = Path(shutil.copytree(exported, "elsewhere"))
+    with pytest.raises(ConfigError, match="its verifier is unknown; give it with --verifier"):
+        lossless.main([str(alone)])
+    words = [str(alone), "--verifier", str(tiny_verifier), "--quick", "--new-tokens", "4"]
+    with pytest.raises(ConfigError, match="names no prompts; give some with --prompts"):
+        lossless.main(words)
+    assert lossless.main([*words, "--prompts", "prompts.jsonl"]) == 0
+    assert "3 of 3 prompts token-identical" in capsys.readouterr().out
+
+
+def test_command_fails_on_a_difference(run_folder: Path, little, capsys, monkeypatch):
+    broken(monkeypatch, at=5)
     prompts = str(run_folder.parent.parent / "prompts.jsonl")
-    arguments = [str(run_folder / "best"), "--prompts", prompts, "--new-tokens", "6"]
+    arguments = [str(run_folder / "best"), "--prompts", prompts, "--new-tokens", "6", "--quick"]
     assert lossless.main(arguments) == 1
     printed = capsys.readouterr().out
     assert "0 of 3 prompts token-identical" in printed and "token 5" in printed
+    assert "NO TIE" in printed and printed.splitlines()[-1].startswith("FAILED")
 
 
-def test_command_fails_when_a_control_passes(run_folder: Path, one_toy_case, capsys, monkeypatch):
-    monkeypatch.setattr(lossless, "run_toy", lambda case: run_toy(case, seeds=1, sequences=20))
-    assert lossless.main(["--count", "1", "--new-tokens", "2"]) == 1
+def test_command_fails_when_a_control_passes(run_folder: Path, little, capsys, monkeypatch):
+    monkeypatch.setattr(lossless, "run_toy", lambda case, seeds: run_toy(case, 1, 20))
+    assert lossless.main(["--quick", "--count", "1", "--new-tokens", "2"]) == 1
     assert "UNEXPECTED" in capsys.readouterr().out
 
 
 def test_command_leaves_out_what_the_template_refuses(
-    run_folder: Path, one_toy_case, capsys, tiny_verifier: Path
+    run_folder: Path, little, capsys, tiny_verifier: Path
 ):
     """One prompt of three is refused; the others are compared."""
     folder = shutil.copytree(tiny_verifier, run_folder / "verifier")
@@ -109,7 +227,7 @@ def test_command_leaves_out_what_the_template_refuses(
     template.write_text(guard + template.read_text())
     config = run_folder / "config.yaml"
     config.write_text(config.read_text().replace(str(tiny_verifier), str(folder)))
-    assert lossless.main(["--new-tokens", "4"]) == 0
+    assert lossless.main(["--quick", "--new-tokens", "4"]) == 0
     printed = capsys.readouterr().out
     assert "2 of 2 prompts token-identical" in printed
     assert "not compared: 1 prompts that the chat template refuses" in printed
@@ -137,3 +255,11 @@ def test_command_without_a_run_names_the_way_out(run_folder: Path):
     shutil.rmtree(run_folder)
     with pytest.raises(ConfigError, match="no run with a best/ head"):
         lossless.main([])
+
+
+def test_bad_heads_and_shapes_name_the_way_out(run_folder: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"holds no head, neither draft\.json nor"):
+        lossless.main([str(tmp_path / "empty")])
+    with pytest.raises(ConfigError, match="--shapes=2xx: no shape of guesses"):
+        lossless.main(["--shapes", "2xx"])

@@ -9,7 +9,7 @@ from conf.schema import EvalSection
 from data.eval_prompts import EvalPrompt
 from data.records import Turn
 from eval.acceptance import Interval
-from eval.lossless import Difference
+from eval.difference import Difference
 from eval.measure import Answer, ExactRuns, PromptRuns
 from eval.ngram import NgramTable
 from eval.report import DataOrigin, EvalReport, EvalSettings
