@@ -113,7 +113,9 @@ class Speculation:
         self.batch, self.settings = batch, settings
         self.plan, self.shape = settings.plan, settings.shape
         self.target = batch.target
-        self.draft = DraftDecoder(draft, len(seeds), batch.capacity, batch.device)
+        # A dynamic tree runs the draft on more nodes than it keeps, where it is deep and small.
+        rows = batch.capacity + max(0, sum(self.shape.fed) - self.shape.nodes)
+        self.draft = DraftDecoder(draft, len(seeds), rows, batch.device)
         self.last_position = batch.target.verifier.facts.max_positions - 1
         self.last_draft_position = draft.config.max_positions - 1
         self.logs = [RoundLog() for _ in seeds]
