@@ -7,7 +7,7 @@ the company of a sequence are drawn; text, rounds, overlap and ranks must be the
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -18,16 +18,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.choices import EvalRule
-from conf.schema import ConfigError, DraftSection, HeadInit, Precision, VerifierSection
+from conf.schema import DraftSection, HeadInit, Precision, VerifierSection
 from conf.shapes import DynamicShape, Shape, StaticShape, depths_of, parse_shape
 from eval.decode import DecodeSettings, decode
 from eval.output import StopStrings
 from eval.round_plan import rule_of
-from eval.sides import DraftDecoder, TargetDecoder
 from eval.verify import AcceptRule
 from models.eagle3 import DraftConfig, DraftOutput, Eagle3Draft
-from models.kv import KVCache
-from models.memory import DraftCache
 from models.sampling import Sampling, probabilities
 from models.verifier import Verifier, load_ends
 from models.vocab import DraftVocab
@@ -276,9 +273,11 @@ class Naive:
             wanted = self.of_target(here, self.settings.sampling)
             offered = None
             if rule in (AcceptRule.rejection, AcceptRule.tree_without_replacement):
-                offered = self.of_target(logits[node], self.settings.sampling) if node in (
-                    logits
-                ) else [0.0] * V
+                offered = (
+                    self.of_target(logits[node], self.settings.sampling)
+                    if node in (logits)
+                    else [0.0] * V
+                )
             going = False
             for child in range(1, len(ids) + 1):
                 if parents[child - 1] != node or len(path) == room:
@@ -326,8 +325,8 @@ class Naive:
         while not self.ended(prompt):
             root = len(text) - 1
             shape, facts = self.settings.shape, self.verifier.facts
-            # Level k is judged at the verifier's position root + k - 1 and, were all to stand, feeds
-            # position root + k; it is read from the draft's position root + k - 2.
+            # Level k is judged at the verifier's position root + k - 1 and, were all to stand,
+            # feeds position root + k; it is read from the draft's position root + k - 2.
             room = max(
                 0,
                 min(
@@ -408,8 +407,13 @@ def random_shape(draw: random.Random) -> Shape:
     if kind == "chain":
         return parse_shape(str(draw.randint(1, 5)), "shape")
     if kind == "widths":
-        return parse_shape(draw.choice(["2x2", "3", "3x1", "1x2x1", "2x1x2", "4x1", "2x2x2"][1:]),
-                           "shape") if draw.random() < 0.9 else parse_shape("2x2", "shape")
+        return (
+            parse_shape(
+                draw.choice(["2x2", "3", "3x1", "1x2x1", "2x1x2", "4x1", "2x2x2"][1:]), "shape"
+            )
+            if draw.random() < 0.9
+            else parse_shape("2x2", "shape")
+        )
     if kind == "dynamic":
         depth, top_k = draw.randint(1, 4), draw.randint(1, 4)
         nodes = draw.randint(depth, min(12, top_k + (depth - 1) * top_k**2))
@@ -461,7 +465,11 @@ def random_case(seed: int, world: World, greedy: bool) -> Case:
     limit = draw.choice([POSITIONS, POSITIONS, draw.randint(1, 40)])
     seeds = [draw.randrange(10**6) for _ in prompts]
     return Case(
-        prompts, seeds, settings, positions, (draw.choice([V, V, 20]), limit, draw.choice([0, 2, 5]))
+        prompts,
+        seeds,
+        settings,
+        positions,
+        (draw.choice([V, V, 20]), limit, draw.choice([0, 2, 5])),
     )
 
 
