@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from conf.schema import ConfigError
+from data.eval_prompts import UNSEEN
 from eval.foretold import independent_tau, read_held_out
 from eval.measure import ExactRuns, count
 from eval.positions import range_ends
-from eval.report import UNSEEN, to_json
+from eval.report import to_json
 from eval.report_file import read_report
 
 N = 2
