@@ -1,6 +1,8 @@
 """report.json as a file: read back into the records it was written from."""
 
 import json
+import reprlib
+import sys
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,7 +12,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from conf.schema import ConfigError
 from eval.acceptance import Interval
 from eval.report import EvalReport
+from eval.report_check import impossible
 
+LARGEST = sys.float_info.max
 AGAIN = "write it anew with python -m eval.main run.name=NAME"
 
 
@@ -27,7 +31,7 @@ def read_report(path: Path) -> EvalReport:
     file = find_report(path)
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also too many digits
         raise ConfigError(f"{file}: not JSON ({error}); {AGAIN}") from error
     if not isinstance(value, dict) or "tau" not in value or "settings" not in value:
         raise ConfigError(f"{file}: no report of eval.main; give runs/NAME/eval/report.json")
@@ -37,9 +41,12 @@ def read_report(path: Path) -> EvalReport:
             f"{file}: written by another version of Eyrie, it lacks {', '.join(missing)}; {AGAIN}"
         )
     try:
-        return build(EvalReport, value, "")
+        report = build(EvalReport, value, "")
     except BadValue as error:
         raise ConfigError(f"{file}: {error}; {AGAIN}") from error
+    for wrong in impossible(report):
+        raise ConfigError(f"{file}: {wrong}; {AGAIN}")
+    return report
 
 
 def find_report(path: Path) -> Path:
@@ -111,7 +118,7 @@ def build_key(kind: Any, name: str, key: str) -> Any:
 def build_leaf(kind: Any, value: Any, key: str) -> Any:
     if kind is float and value is None:
         return float("nan")  # a ratio of nothing
-    if kind is float and type(value) in (int, float):
+    if kind is float and type(value) in (int, float) and abs(value) <= LARGEST:
         return float(value)
     if isinstance(kind, type) and issubclass(kind, Enum):
         if value in [one.value for one in kind]:
@@ -119,4 +126,4 @@ def build_leaf(kind: Any, value: Any, key: str) -> Any:
         raise BadValue(f"{key}={value!r} is none of {[one.value for one in kind]}")
     if type(value) is kind:
         return value
-    raise BadValue(f"{key}={value!r} is no {kind.__name__}")
+    raise BadValue(f"{key}={reprlib.repr(value)} is no {kind.__name__}")
