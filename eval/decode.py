@@ -113,7 +113,9 @@ class Speculation:
         self.batch, self.settings = batch, settings
         self.plan, self.shape = settings.plan, settings.shape
         self.target = batch.target
-        self.draft = DraftDecoder(draft, len(seeds), batch.capacity, batch.device)
+        # A dynamic tree's draft runs on more nodes than are kept, and each takes a row.
+        room = batch.capacity + sum(settings.shape.fed)
+        self.draft = DraftDecoder(draft, len(seeds), room, batch.device)
         self.last_position = batch.target.verifier.facts.max_positions - 1
         self.last_draft_position = draft.config.max_positions - 1
         self.logs = [RoundLog() for _ in seeds]
