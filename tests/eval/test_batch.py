@@ -24,6 +24,7 @@ from models.verifier import Verifier
 
 PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 60)), [9, 8, 7, 6], [100, 3] * 10]
 SHAPES = ["3", "2x2", "3x1x2", "[[0],[1],[0,0],[0,1],[0,0,0]]", "dynamic:nodes=7,depth=3,top_k=3"]
+SHAPES += ["dynamic:nodes=4,depth=4,top_k=4"]  # the draft runs on more nodes than are kept
 SETTINGS = DecodeSettings(max_new_tokens=24, eos_ids=[])
 GOLDEN = Path(__file__).parents[1] / "golden" / "accepted_length.json"
 
