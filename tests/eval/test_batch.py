@@ -1,17 +1,13 @@
 """Batches and trees: what a sequence gets does not depend on its company or on the shape."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from conf.choices import EvalRule
 from conf.shapes import parse_shape
-from eval.acceptance import Counters, total
-from eval.batch import Batch
-from eval.decode import DecodeSettings, Speculation, decode
+from eval.decode import DecodeSettings, decode
 from eval.generation import Generation
 from eval.output import StopStrings
 from eval.propose import propose
@@ -19,14 +15,12 @@ from eval.round_plan import RoundPlan, rule_of
 from eval.sides import DraftDecoder
 from eval.verify import AcceptRule
 from models.sampling import Sampling, SharedDice
-from models.steps import Steps
 from models.verifier import Verifier
 
 PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 60)), [9, 8, 7, 6], [100, 3] * 10]
 SHAPES = ["3", "2x2", "3x1x2", "[[0],[1],[0,0],[0,1],[0,0,0]]", "dynamic:nodes=7,depth=3,top_k=3"]
 SHAPES += ["dynamic:nodes=4,depth=4,top_k=4"]  # the draft runs on more nodes than are kept
 SETTINGS = DecodeSettings(max_new_tokens=24, eos_ids=[])
-GOLDEN = Path(__file__).parents[1] / "golden" / "accepted_length.json"
 
 
 def shaped(name: str, settings: DecodeSettings = SETTINGS, rule: EvalRule = EvalRule.auto):
@@ -166,61 +160,3 @@ def test_draft_logits_of_a_node_are_those_of_its_path(verifier: Verifier, make_d
         for token in path:
             out = side.step(torch.full((2, 1), token), torch.zeros(2, 1, dtype=torch.long))
         torch.testing.assert_close(out[b, 0], logits, atol=1e-5, rtol=1e-5)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", ["3", "2x2", "dynamic:nodes=7,depth=3,top_k=3"])
-def test_after_rounds_a_batchs_draft_caches_are_as_built_from_scratch(
-    verifier: Verifier, bigrams, name: str
-):
-    """User report B76: no guess's own row is left, in whichever row of the batch it stood."""
-    settings, draft = shaped(name), bigrams(PROMPTS, SETTINGS)
-    assert settings.shape is not None
-    batch = Batch(Steps(verifier), PROMPTS, settings.ends, settings.shape.nodes, tail=0)
-    run = Speculation(batch, draft, settings, range(len(PROMPTS)))
-    run.prefill()
-    for _ in range(4):
-        run.play_round(run.rooms())
-    run.draft.start()
-    assert len(set(run.draft.committed)) > 1
-    for row, prompt in enumerate(PROMPTS):
-        text = torch.tensor([[*prompt, *batch.outputs[row].tokens]])
-        aux = verifier.states(text).aux
-        scratch = DraftDecoder(draft, 1, 100, verifier.device)
-        scratch.feed(text[:, 1:], aux[:, :-1], [text.shape[1] - 1])
-        scratch.start()
-        rows = scratch.cache.length
-        assert run.draft.cache.ends[row] == rows == text.shape[1] - 1
-        for ours, theirs in (
-            (run.draft.cache.keys, scratch.cache.keys),
-            (run.draft.cache.values, scratch.cache.values),
-        ):
-            assert ours is not None and theirs is not None
-            pair = ours[row, :, :rows], theirs[0, :, :rows]
-            torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["3", "2x2"])
-def test_beyond_the_heads_limit_in_company(verifier: Verifier, bigrams, name: str):
-    """User report B78: a head of 64 positions and a prompt of 80 tokens, alone and among others."""
-    prompts = [[(7 * i) % 120 + 3 for i in range(80)], *PROMPTS[:2]]
-    draft = bigrams(prompts, SETTINGS, max_positions=64)
-    plain = decode(verifier, None, prompts, SETTINGS).generations
-    alone = decode(verifier, draft, prompts[:1], shaped(name)).generations[0]
-    together = decode(verifier, draft, prompts, shaped(name)).generations
-    assert alone.rounds == together[0].rounds == []
-    assert [one.tokens for one in together] == [one.tokens for one in plain]
-    assert alone.tokens == plain[0].tokens and all(one.rounds for one in together[1:])
-
-
-def test_accepted_length_has_not_moved(verifier: Verifier, bigrams):
-    """User report B88: verifier and head are made from seeds, so that tau may not change."""
-    golden = json.loads(GOLDEN.read_text())
-    draft = bigrams(PROMPTS, SETTINGS)
-    for name, tau in golden.items():
-        settings = shaped(name)
-        assert settings.shape is not None
-        depth = settings.shape.depth
-        generations = decode(verifier, draft, PROMPTS, settings).generations
-        counted = total([Counters.of(one.rounds, len(one.tokens), depth) for one in generations])
-        assert counted.tau == pytest.approx(tau, rel=0.02), name

@@ -33,7 +33,7 @@ SHAPES = {  # and at which rank the right guess of each level stands
     "[[0],[1],[0,0],[0,1],[0,0,0]]": lambda _root, _depth: 0,
     "dynamic:nodes=9,depth=3,top_k=3": lambda root, depth: root % 2 if depth == 1 else 0,
 }
-SETTINGS = DecodeSettings(max_new_tokens=18, eos_ids=[])
+SETTINGS = DecodeSettings(max_new_tokens=16, eos_ids=[])
 
 
 def shaped(name: str, settings: DecodeSettings = SETTINGS) -> DecodeSettings:
@@ -143,7 +143,6 @@ def test_a_rejection_at_any_position_is_followed_by_greedy_text(
             assert one.tokens == plain[chosen[sequence]].tokens
 
 
-@torch.inference_mode()
 def play(verifier: Verifier, draft: Eagle3Draft, settings: DecodeSettings) -> Speculation:
     """Four rounds of all prompts, the fifth about to guess."""
     assert settings.shape is not None
@@ -156,7 +155,6 @@ def play(verifier: Verifier, draft: Eagle3Draft, settings: DecodeSettings) -> Sp
     return run
 
 
-@torch.inference_mode()
 def largest_gap(verifier: Verifier, draft: Eagle3Draft, run: Speculation) -> float:
     """Between the draft's cache and one built from scratch on the verifier's states."""
     found: list[float] = []
@@ -180,6 +178,7 @@ def pattern(depth: int) -> Callable[[int, int], int]:
     return lambda sequence, number: (2 * sequence + 3 * number) % (depth + 1)
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("name", SHAPES)
 def test_after_rounds_caches_are_as_built_from_scratch(
     verifier: Verifier, make_draft, scripted, name: str
@@ -197,6 +196,7 @@ def test_after_rounds_caches_are_as_built_from_scratch(
         torch.testing.assert_close(found[row], verifier.logits_from(fresh), atol=1e-5, rtol=1e-5)
 
 
+@torch.inference_mode()
 def test_states_of_another_path_would_show(verifier: Verifier, make_draft, scripted, monkeypatch):
     """B76's control: the draft gets states of the first nodes, as if the tree were a chain."""
     settings, draft = shaped("2x2x2"), make_draft()
@@ -239,30 +239,30 @@ AROUND_64 = {  # companies of a prompt that the head cannot follow
     "alone": [LONG],
     "with short ones": [[5, 6], LONG, [7]],
     "with one that gets there": [LONG[:58], LONG, [7]],
-    "none has room": [LONG, LONG[:70], LONG[:66]],
+    "none has room": [LONG, [9] * 70, LONG[66::-1]],
 }
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("company", AROUND_64)
-@pytest.mark.parametrize("name", ["4", "2x2x2", "dynamic:nodes=9,depth=3,top_k=3"])
+@pytest.mark.parametrize("name", ["4", "2x2x2"])
 def test_beyond_the_heads_limit_the_verifier_goes_on_alone(
-    verifier: Verifier, bigrams, company: str, name: str, sampling: Sampling
+    verifier: Verifier, bigrams, company: str, name: str
 ):
     """B78: limit 64, prompt of 80 tokens; answers end at different lengths meanwhile."""
     prompts = AROUND_64[company]
-    draft = bigrams(prompts, SETTINGS, max_positions=64)
-    certain = AcceptRule.argmax_draft if name == "4" else AcceptRule.tree_one_hot
-    rule = AcceptRule.greedy if sampling.greedy else certain
-    whole = decode(verifier, None, prompts, replace(SETTINGS, max_new_tokens=6)).generations
-    ends = [whole[-1].tokens[3]]
-    settings = replace(shaped(name), sampling=sampling, rule=rule, eos_ids=ends)
+    short = replace(SETTINGS, max_new_tokens=10)
+    draft = bigrams(prompts, short, max_positions=64)
+    plain = decode(verifier, None, prompts, short).generations
+    others = {plain[-1].tokens[0], *plain[0].tokens}  # the end comes to the last, and not at once
+    ends = [token for token in plain[-1].tokens if token not in others][:1]
+    settings = replace(shaped(name, short), eos_ids=ends)
+    plain = decode(verifier, None, prompts, settings).generations
     together = decode(verifier, draft, prompts, settings).generations
-    for at, (prompt, one) in enumerate(zip(prompts, together, strict=True)):
-        alone = decode(verifier, draft, [prompt], settings, [at]).generations[0]
+    assert len({len(one.tokens) for one in plain}) > 1 or len(prompts) == 1
+    for prompt, one, wanted in zip(prompts, together, plain, strict=True):
+        alone = decode(verifier, draft, [prompt], settings).generations[0]
         assert (one.tokens, one.rounds) == (alone.tokens, alone.rounds)
-        if sampling.greedy:
-            assert one.tokens == decode(verifier, None, [prompt], settings).generations[0].tokens
+        assert one.tokens == wanted.tokens
         assert bool(one.rounds) is (len(prompt) < 65)
 
 
