@@ -10,8 +10,16 @@ from eval.heat import PAYS, Gate, gate_of
 from eval.question import Figures, Question, check_figures, check_question
 from eval.report import EvalReport
 from eval.request_time import RequestTime, request_time
-from eval.rollback_plan import FORBIDDEN, plan_of
-from eval.serving import Place, Serving, plain_line, serve, version_of, why_not
+from eval.serving import (
+    FORBIDDEN,
+    Place,
+    Serving,
+    plain_line,
+    plan_of,
+    serve,
+    version_of,
+    why_not,
+)
 from eval.telemetry import Signal, signals
 from eval.theory import continued
 
@@ -38,7 +46,7 @@ class Advice:
     family: FamilyAdvice
     pick: Candidate
     expected: float  # decode speed-up
-    overhead: float  # of the loop, by which untimed predictions are cut
+    overhead: float | None  # of the loop, by which untimed predictions are cut; None: not timed
     why: list[str]
     around: list[Candidate]  # three chain lengths
     band: list[int]  # first and last chain length within 1 % of the best
@@ -48,7 +56,7 @@ class Advice:
     gate: Gate | None
     request: RequestTime | None
     serving: Serving
-    rollback: list[str]
+    rollback: list[str]  # this and the next two are empty where nothing is drafted
     forbidden: list[str]
     telemetry: list[Signal]
     notes: list[str]
@@ -105,16 +113,16 @@ def conclude(
     """Pick, judge, and put together what serving it takes."""
     evidence, chains = weighed.evidence, weighed.chains
     choice = choose(chains, weighed.trees, question.stack)
-    unfit = why_not(question.stack, version_of(question), place, family.family)
+    pick, stack = choice.pick, question.stack
+    unfit = why_not(stack, version_of(question), place, family.family)
     on = unfit is None and choice.expected >= PAYS
-    pick = choice.pick
-    gate = None
-    if evidence.report:
-        gate = gate_of(evidence.heat, evidence.rule, chains.best.nodes, chains.best.cost, place.run)
-    request = request_time(question, evidence, pick, choice.expected)
-    serving = plain_line(question, place)
-    if on:
-        serving = serve(question, place, family.family, pick, evidence.rule)
+    gate = gate_for(weighed, pick, place)
+    request = request_time(question, evidence, pick if on else None, choice.expected)
+    line = (
+        serve(question, place, family.family, pick, evidence.rule)
+        if on
+        else plain_line(question, place)
+    )
     return Advice(
         verdict="on" if on else "off",
         reason=unfit or reason_of(choice),
@@ -134,12 +142,21 @@ def conclude(
         by_batch=others,
         gate=gate,
         request=request,
-        serving=serving,
-        rollback=plan_of(question.stack),
-        forbidden=FORBIDDEN[question.stack],
-        telemetry=signals(question, pick, evidence, gate, request),
+        serving=line,
+        rollback=plan_of(stack) if on else [],
+        forbidden=FORBIDDEN[stack] if on else [],
+        telemetry=signals(question, pick, evidence, gate, request) if on else [],
         notes=[*evidence.notes, *edge_note(weighed, place)],
     )
+
+
+def gate_for(weighed: Weighed, pick: Candidate, place: Place) -> Gate | None:
+    """Of the picked chain, or of the best one where a tree is picked; None without a report."""
+    evidence = weighed.evidence
+    if evidence.report is None:
+        return None
+    one = pick if pick.is_chain else weighed.chains.best
+    return gate_of(evidence.heat, evidence.rule, one.nodes, one.cost, place.run)
 
 
 def reason_of(choice: Choice) -> str:

@@ -1,5 +1,6 @@
 """What advice rests on: acceptance and costs for the load asked about, of a report or given."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -35,19 +36,7 @@ class Evidence:
 
 def evidence_of_figures(figures: Figures, question: Question) -> Evidence:
     """From alpha or a survival curve, c, and what is known of v. Raises ConfigError."""
-    if question.tasks:
-        raise ConfigError(
-            "--tasks: shares need the acceptance of each task, and one alpha has none; give a "
-            "report of prompts with a task name each"
-        )
-    if not figures.survival and figures.alpha is None:
-        raise ConfigError(ask_for_report("--alpha"))
-    if not figures.verify and question.batch > 1:
-        raise ConfigError(
-            f"--batch={question.batch}: beside other sequences a verified token has a cost of its "
-            "own; give it as --v 5=1.3, or give a report with eval.batch_sizes="
-            f"[1,{question.batch}]"
-        )
+    refuse_unknown(figures, question)
     notes = ["These figures are taken as given; nothing here measured them."]
     if not figures.verify:
         notes.append(
@@ -74,6 +63,23 @@ def evidence_of_figures(figures: Figures, question: Question) -> Evidence:
     )
     rule = GREEDY if temperature == 0 else "as given"
     return Evidence(mix, temperature, rule, None, table, Timed({}), longest, notes)
+
+
+def refuse_unknown(figures: Figures, question: Question) -> None:
+    """Raise ConfigError for a question that these figures have no answer to."""
+    if question.tasks:
+        raise ConfigError(
+            "--tasks: shares need the acceptance of each task, and one alpha has none; give a "
+            "report of prompts with a task name each"
+        )
+    if not figures.survival and figures.alpha is None:
+        raise ConfigError(ask_for_report("--alpha"))
+    if not figures.verify and question.batch > 1:
+        raise ConfigError(
+            f"--batch={question.batch}: beside other sequences a verified token has a cost of its "
+            "own; give it as --v 5=1.3, or give a report with eval.batch_sizes="
+            f"[1,{question.batch}]"
+        )
 
 
 def evidence_of_report(report: EvalReport, question: Question) -> Evidence:
@@ -174,9 +180,8 @@ def rank_rates(report: EvalReport) -> list[list[float]] | None:
     """[depth][rank], to the depth that rounds reached; None where it was not recorded."""
     if report.rank_hits is None:
         return None
-    pairs = zip(report.rank_hits.reached, report.rank_hits.hits, strict=True)
-    found = [[hit / reached for hit in hits] for reached, hits in pairs if reached]
-    return found or None
+    reached = [rate for rate in report.rank_hits.rates if not math.isnan(rate[0])]
+    return reached or None
 
 
 def table_for(report: EvalReport, batch: int) -> tuple[CostTable, list[str]]:
