@@ -1,5 +1,6 @@
 """The advice: what to serve, how, and when to stop, as one record with its arithmetic."""
 
+import math
 from dataclasses import dataclass, replace
 
 from eval.candidates import Candidate, Chains, weigh_chains, weigh_trees
@@ -146,7 +147,7 @@ def conclude(
         rollback=plan_of(stack) if on else [],
         forbidden=FORBIDDEN[stack] if on else [],
         telemetry=signals(question, pick, evidence, gate, request) if on else [],
-        notes=[*evidence.notes, *edge_note(weighed, place)],
+        notes=[*evidence.notes, *unproven(pick), *edge_note(weighed, place)],
     )
 
 
@@ -170,6 +171,17 @@ def reason_of(choice: Choice) -> str:
         f"{said}, and no shape reaches {PAYS}x: a round costs {choice.pick.cost:.2f} plain steps "
         f"for {choice.pick.tau:.2f} tokens, so the verifier alone is as fast and simpler."
     )
+
+
+def unproven(pick: Candidate) -> list[str]:
+    """When too little was timed to tell that the pick pays at all."""
+    low = pick.interval.low if pick.interval else math.inf
+    if pick.measured is None or pick.measured < PAYS or low >= PAYS:
+        return []
+    return [
+        f"Too little was timed: the 95 % interval of {pick.measured:.3f}x begins at {low:.3f}x, "
+        f"below {PAYS}x. Time more prompts with eval.speed_prompts."
+    ]
 
 
 def edge_note(weighed: Weighed, place: Place) -> list[str]:
@@ -199,6 +211,9 @@ def edge_note(weighed: Weighed, place: Place) -> list[str]:
 def against_floor(report: EvalReport, weighed: Weighed) -> str:
     """The head against a table of the training answers that costs nothing to ask."""
     survival = report.ngram_floor.counters.survival_by_depth
+    own = report.settings.eval.temperature
+    if weighed.evidence.temperature != own:
+        return f"The n-gram floor was measured at temperature {own:g} alone and is not compared."
     best, table = weighed.chains.best, weighed.evidence.table
     n = min(best.nodes, len(survival))
     if not report.ngram_floor.counters.rounds or not n:

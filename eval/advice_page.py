@@ -27,12 +27,7 @@ def render(advice: Advice) -> str:
         *tree_part(advice),
         *gate_part(advice),
         *request_part(advice),
-        "## Draft family",
-        f"**{advice.family.family.name}.** " + " ".join(advice.family.why),
-        table(
-            ["family", "training", "published"],
-            [[one.name, one.training, one.published] for one in families(advice)],
-        ),
+        *family_part(advice),
         *watch_part(advice),
     ]
     if advice.notes:
@@ -59,8 +54,11 @@ def bullets(lines: list[str]) -> list[str]:
     return ["\n".join(f"- {line}" for line in lines)]
 
 
-def families(advice: Advice):
-    return [advice.family.family, *advice.family.others]
+def family_part(advice: Advice) -> list[str]:
+    chosen = advice.family
+    rows = [[one.name, one.training, one.published] for one in [chosen.family, *chosen.others]]
+    said = ["## Draft family", f"**{chosen.family.name}.** " + " ".join(chosen.why)]
+    return [*said, table(["family", "training", "published"], rows)] if chosen.others else said
 
 
 def load_part(advice: Advice) -> list[str]:
@@ -83,9 +81,12 @@ HEAD = ["shape", "guesses", "predicted", "tokens from", "measured", "95 %"]
 
 def chain_part(advice: Advice) -> list[str]:
     low, high = advice.band
+    length = str(advice.pick.depth) if advice.pick.is_chain else f"{advice.pick.depth} levels"
+    if advice.verdict == "off":
+        length = "none"
     same = f"N={low} alone is" if low == high else f"N={low} to {high} are"
     return [
-        f"## N: {advice.pick.depth}",
+        f"## N: {length}",
         f"{FORMULA}.",
         table(HEAD, [row(one) for one in advice.around]),
         f"{same} within 1 % of the best prediction; chains of 1 to {advice.longest} were weighed. "
@@ -103,7 +104,7 @@ def overhead_said(overhead: float | None) -> str:
 
 
 def tree_part(advice: Advice) -> list[str]:
-    picked = "none" if advice.pick.is_chain else advice.pick.shape
+    picked = "none" if advice.pick.is_chain or advice.verdict == "off" else advice.pick.shape
     parts = [f"## Tree: {picked}", *advice.why[1:]]
     if advice.trees:
         parts.append(table(HEAD, [row(one) for one in advice.trees]))

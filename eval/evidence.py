@@ -16,6 +16,7 @@ from eval.theory import MAX_N
 
 TIE = 1e-3  # logits; in fp32 rounding moves them by less, and a larger gap is a fault of the loop
 GREEDY = "greedy"
+CHEAPER = 0.05  # by so much a step over several tokens may seem cheaper than a plain one: noise
 
 
 @dataclass(frozen=True)
@@ -198,14 +199,26 @@ def table_for(report: EvalReport, batch: int) -> tuple[CostTable, list[str]]:
     nearest = min(max(batch, sizes[0]), sizes[-1])
     if nearest != batch:
         notes.append(
-            f"Batch {batch} was not measured (only {sizes[0]} to {sizes[-1]}): the costs of batch "
+            f"Batch {batch} was not measured (only {', '.join(map(str, sizes))}): the costs of batch "
             f"{nearest} stand in, and beyond the largest they flatter the draft. Measure with "
             f"python -m eval.main run.name={report.settings.run} "
             f"eval.batch_sizes=[{','.join(map(str, sorted({*sizes, batch})))}]."
         )
     elif batch not in sizes:
         notes.append(f"Costs at batch {batch} lie on the line between the measured sizes {sizes}.")
-    return replace(table_at(costs, nearest), batch=batch), notes
+    table = replace(table_at(costs, nearest), batch=batch)
+    return table, [*notes, *doubtful(table)]
+
+
+def doubtful(table: CostTable) -> list[str]:
+    """Several tokens cannot be verified faster than one: where they are, the machine was busy."""
+    n, least = min(table.verify.items(), key=lambda pair: pair[1])
+    if least >= 1 - CHEAPER:
+        return []
+    return [
+        f"Costs are not to be trusted: verifying {n} tokens took {least:.2f} of a plain step, which "
+        "no machine does that has nothing else to do. Measure again on an idle one."
+    ]
 
 
 def chains_of(shapes: Mapping[str, ShapeSpeed]) -> list[ShapeSpeed]:

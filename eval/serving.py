@@ -93,13 +93,11 @@ def serve(question: Question, place: Place, family: Family, pick: Candidate, rul
     version = version_of(question)
     if question.stack is Stack.vllm:
         line, notes = vllm_line(version, place, family, pick.depth, rule)
-        notes.append(
-            f"The advice is for {question.batch} sequences at once: --max-num-seqs caps it."
-        )
+        notes.append(f"The advice is for {at_once(question.batch)}: --max-num-seqs caps it.")
     elif question.stack is Stack.sglang:
         line, notes = sglang_line(place, family, pick, rule)
         notes.append(
-            f"The advice is for {question.batch} sequences at once: --max-running-requests caps it."
+            f"The advice is for {at_once(question.batch)}: --max-running-requests caps it."
         )
     else:
         line, notes = eyrie_line(place, pick, question), []
@@ -110,6 +108,10 @@ def serve(question: Question, place: Place, family: Family, pick: Candidate, rul
         )
     before = place.export if exported else None
     return Serving(question.stack.value, version, before, line, notes)
+
+
+def at_once(batch: int) -> str:
+    return "one sequence at a time" if batch == 1 else f"{batch} sequences at once"
 
 
 def plain_line(question: Question, place: Place) -> Serving:
@@ -173,7 +175,7 @@ def sglang_line(place: Place, family: Family, pick: Candidate, rule: str) -> tup
 def eyrie_line(place: Place, pick: Candidate, question: Question) -> str:
     """Eyrie is no server: the line times the pick with its own loop."""
     shape = (
-        f"eval.n_sweep=[{pick.nodes}]" if pick.is_chain else quote(f"eval.trees=['{pick.shape}']")
+        f"eval.n_sweep=[{pick.nodes}]" if pick.is_chain else quote(f'eval.trees=["{pick.shape}"]')
     )
     return f"python -m eval.main run.name={place.run} {shape} eval.batch_sizes=[{question.batch}]"
 
