@@ -1,5 +1,6 @@
 """The advice: what to serve, how, and when to stop, as one record with its arithmetic."""
 
+import math
 from dataclasses import dataclass, replace
 
 from eval.candidates import Candidate, Chains, weigh_chains, weigh_trees
@@ -10,8 +11,16 @@ from eval.heat import PAYS, Gate, gate_of
 from eval.question import Figures, Question, check_figures, check_question
 from eval.report import EvalReport
 from eval.request_time import RequestTime, request_time
-from eval.rollback_plan import FORBIDDEN, plan_of
-from eval.serving import Place, Serving, plain_line, serve, version_of, why_not
+from eval.serving import (
+    FORBIDDEN,
+    Place,
+    Serving,
+    plain_line,
+    plan_of,
+    serve,
+    version_of,
+    why_not,
+)
 from eval.telemetry import Signal, signals
 from eval.theory import continued
 
@@ -38,7 +47,7 @@ class Advice:
     family: FamilyAdvice
     pick: Candidate
     expected: float  # decode speed-up
-    overhead: float  # of the loop, by which untimed predictions are cut
+    overhead: float | None  # of the loop, by which untimed predictions are cut; None: not timed
     why: list[str]
     around: list[Candidate]  # three chain lengths
     band: list[int]  # first and last chain length within 1 % of the best
@@ -48,7 +57,7 @@ class Advice:
     gate: Gate | None
     request: RequestTime | None
     serving: Serving
-    rollback: list[str]
+    rollback: list[str]  # this and the next two are empty where nothing is drafted
     forbidden: list[str]
     telemetry: list[Signal]
     notes: list[str]
@@ -96,17 +105,25 @@ def at_batch(weighed: Weighed) -> AtBatch:
 
 
 def conclude(
-    question: Question, place: Place, weighed: Weighed, family: FamilyAdvice, others: list[AtBatch]
+    question: Question,
+    place: Place,
+    weighed: Weighed,
+    family: FamilyAdvice,
+    others: list[AtBatch],
 ) -> Advice:
     """Pick, judge, and put together what serving it takes."""
     evidence, chains = weighed.evidence, weighed.chains
     choice = choose(chains, weighed.trees, question.stack)
-    unfit = why_not(question.stack, version_of(question), place, family.family)
+    pick, stack = choice.pick, question.stack
+    unfit = why_not(stack, version_of(question), place, family.family)
     on = unfit is None and choice.expected >= PAYS
-    pick = choice.pick
-    gate = gate_for(weighed, place)
-    request = request_time(question, evidence, pick, choice.expected)
-    served = serve(question, place, family.family, pick, evidence.rule) if on else None
+    gate = gate_for(weighed, pick, place)
+    request = request_time(question, evidence, pick if on else None, choice.expected)
+    line = (
+        serve(question, place, family.family, pick, evidence.rule)
+        if on
+        else plain_line(question, place)
+    )
     return Advice(
         verdict="on" if on else "off",
         reason=unfit or reason_of(choice),
@@ -126,20 +143,21 @@ def conclude(
         by_batch=others,
         gate=gate,
         request=request,
-        serving=served or plain_line(question, place),
-        rollback=plan_of(question.stack),
-        forbidden=FORBIDDEN[question.stack],
-        telemetry=signals(question, pick, evidence, gate, request),
-        notes=[*evidence.notes, *edge_note(weighed, place)],
+        serving=line,
+        rollback=plan_of(stack) if on else [],
+        forbidden=FORBIDDEN[stack] if on else [],
+        telemetry=signals(question, pick, evidence, gate, request) if on else [],
+        notes=[*evidence.notes, *unproven(pick), *edge_note(weighed, place)],
     )
 
 
-def gate_for(weighed: Weighed, place: Place) -> Gate | None:
-    """The temperature up to which the best chain pays; None without a report."""
-    evidence, best = weighed.evidence, weighed.chains.best
+def gate_for(weighed: Weighed, pick: Candidate, place: Place) -> Gate | None:
+    """Of the picked chain, or of the best one where a tree is picked; None without a report."""
+    evidence = weighed.evidence
     if evidence.report is None:
         return None
-    return gate_of(evidence.heat, evidence.rule, best.nodes, best.cost, place.run)
+    one = pick if pick.is_chain else weighed.chains.best
+    return gate_of(evidence.heat, evidence.rule, one.nodes, one.cost, place.run)
 
 
 def reason_of(choice: Choice) -> str:
@@ -153,6 +171,17 @@ def reason_of(choice: Choice) -> str:
         f"{said}, and no shape reaches {PAYS}x: a round costs {choice.pick.cost:.2f} plain steps "
         f"for {choice.pick.tau:.2f} tokens, so the verifier alone is as fast and simpler."
     )
+
+
+def unproven(pick: Candidate) -> list[str]:
+    """When too little was timed to tell that the pick pays at all."""
+    low = pick.interval.low if pick.interval else math.inf
+    if pick.measured is None or pick.measured < PAYS or low >= PAYS:
+        return []
+    return [
+        f"Too little was timed: the 95 % interval of {pick.measured:.3f}x begins at {low:.3f}x, "
+        f"below {PAYS}x. Time more prompts with eval.speed_prompts."
+    ]
 
 
 def edge_note(weighed: Weighed, place: Place) -> list[str]:
@@ -182,6 +211,9 @@ def edge_note(weighed: Weighed, place: Place) -> list[str]:
 def against_floor(report: EvalReport, weighed: Weighed) -> str:
     """The head against a table of the training answers that costs nothing to ask."""
     survival = report.ngram_floor.counters.survival_by_depth
+    own = report.settings.eval.temperature
+    if weighed.evidence.temperature != own:
+        return f"The n-gram floor was measured at temperature {own:g} alone and is not compared."
     best, table = weighed.chains.best, weighed.evidence.table
     n = min(best.nodes, len(survival))
     if not report.ngram_floor.counters.rounds or not n:

@@ -17,43 +17,48 @@ def to_json(advice: Advice) -> str:
 
 
 def render(advice: Advice) -> str:
-    """One page: verdict, family, N, tree, temperature, latency, line, rollback, telemetry."""
+    """One page: what to do and why, then the figures behind it, then how to watch it."""
     parts = [
         f"# Speculative decoding: {advice.verdict}",
         advice.reason,
         *load_part(advice),
-        "## Draft family",
-        f"**{advice.family.family.name}.** " + " ".join(advice.family.why),
-        table(
-            ["family", "training", "published"],
-            [[one.name, one.training, one.published] for one in families(advice)],
-        ),
+        *serving_part(advice),
         *chain_part(advice),
         *tree_part(advice),
         *gate_part(advice),
         *request_part(advice),
-        *serving_part(advice),
-        "## Rollback",
-        *bullets(advice.rollback),
-        "## Never set",
-        *bullets(advice.forbidden),
-        "## First week",
-        table(
-            ["watch", "where", "alarm"],
-            [[one.watch, one.hook, one.alarm] for one in advice.telemetry],
-        ),
+        *family_part(advice),
+        *watch_part(advice),
     ]
     if advice.notes:
         parts += ["## Assumed, or not measured", *bullets(advice.notes)]
     return "\n\n".join(parts) + "\n"
 
 
+def watch_part(advice: Advice) -> list[str]:
+    """Rollback, settings that stay as they are, and telemetry; nothing where drafting is off."""
+    if advice.verdict == "off":
+        return []
+    rows = [[one.watch, one.hook, one.alarm] for one in advice.telemetry]
+    return [
+        "## Rollback",
+        *bullets(advice.rollback),
+        "## Never set",
+        *bullets(advice.forbidden),
+        "## First week",
+        table(["watch", "where", "alarm"], rows),
+    ]
+
+
 def bullets(lines: list[str]) -> list[str]:
     return ["\n".join(f"- {line}" for line in lines)]
 
 
-def families(advice: Advice):
-    return [advice.family.family, *advice.family.others]
+def family_part(advice: Advice) -> list[str]:
+    chosen = advice.family
+    rows = [[one.name, one.training, one.published] for one in [chosen.family, *chosen.others]]
+    said = ["## Draft family", f"**{chosen.family.name}.** " + " ".join(chosen.why)]
+    return [*said, table(["family", "training", "published"], rows)] if chosen.others else said
 
 
 def load_part(advice: Advice) -> list[str]:
@@ -76,19 +81,30 @@ HEAD = ["shape", "guesses", "predicted", "tokens from", "measured", "95 %"]
 
 def chain_part(advice: Advice) -> list[str]:
     low, high = advice.band
+    length = str(advice.pick.depth) if advice.pick.is_chain else f"{advice.pick.depth} levels"
+    if advice.verdict == "off":
+        length = "none"
     same = f"N={low} alone is" if low == high else f"N={low} to {high} are"
     return [
-        f"## N: {advice.pick.depth}",
+        f"## N: {length}",
         f"{FORMULA}.",
         table(HEAD, [row(one) for one in advice.around]),
         f"{same} within 1 % of the best prediction; chains of 1 to {advice.longest} were weighed. "
-        f"Untimed predictions are cut to {advice.overhead:.3f} of themselves, the loop's own "
-        f"overhead. {advice.why[0]}",
+        f"{overhead_said(advice.overhead)} {advice.why[0]}",
     ]
 
 
+def overhead_said(overhead: float | None) -> str:
+    if overhead is None:
+        return "No shape was timed under this load: what the loop itself costs is not taken off."
+    return (
+        f"Where a shape was not timed, {overhead:.3f} of its prediction is expected: the median of "
+        "measured / predicted, which is the loop's own overhead."
+    )
+
+
 def tree_part(advice: Advice) -> list[str]:
-    picked = "none" if advice.pick.is_chain else advice.pick.shape
+    picked = "none" if advice.pick.is_chain or advice.verdict == "off" else advice.pick.shape
     parts = [f"## Tree: {picked}", *advice.why[1:]]
     if advice.trees:
         parts.append(table(HEAD, [row(one) for one in advice.trees]))
@@ -124,11 +140,13 @@ def request_part(advice: Advice) -> list[str]:
     request = advice.request
     if request is None:
         return []
-    text = (
-        f"{request.worked}. Plain: p50 {request.plain_p50:.3f} s, p95 {request.plain_p95:.3f} s. "
-        f"With drafts: p50 {request.p50:.3f} s, p95 {request.p95:.3f} s, "
-        f"{request.speedup_end_to_end:.3f}x end to end, prefill included."
-    )
+    text = f"{request.worked}."
+    if advice.verdict == "on":
+        text += (
+            f" Plain: p50 {request.plain_p50:.3f} s, p95 {request.plain_p95:.3f} s. With drafts: "
+            f"p50 {request.p50:.3f} s, p95 {request.p95:.3f} s, "
+            f"{request.speedup_end_to_end:.3f}x end to end, prefill included."
+        )
     if request.target:
         held = "is held" if request.met else "is not held"
         text += f" The target, {request.target.percentile} {request.target.seconds:g} s, {held}."
@@ -137,8 +155,9 @@ def request_part(advice: Advice) -> list[str]:
 
 def serving_part(advice: Advice) -> list[str]:
     serving = advice.serving
+    lines = [serving.line] if serving.before is None else [serving.before, serving.line]
     return [
         f"## Serve: {serving.stack} {serving.version}",
-        f"```bash\n{serving.line}\n```",
+        "```bash\n" + "\n".join(lines) + "\n```",
         *(bullets(serving.notes) if serving.notes else []),
     ]

@@ -10,7 +10,7 @@ from eval.acceptance import Interval
 from eval.acceptance_mix import Mix
 from eval.speed_report import CostTable, ShapeSpeed, interpolate
 from eval.theory import BAND
-from eval.tree_theory import RankHits, best_tree, expected_tokens_of_tree
+from eval.tree_theory import HitRates, best_tree, expected_tokens_of_tree
 
 TREE_BUDGETS = (4, 8, 14, 24, 48)  # guesses a round that trees are searched for
 
@@ -126,7 +126,7 @@ def drafting(table: CostTable, levels: Sequence[int]) -> float:
 
 
 def weigh_trees(
-    rates: RankHits | None, mix: Mix, table: CostTable, timed: Timed
+    rates: HitRates | None, mix: Mix, table: CostTable, timed: Timed
 ) -> list[Candidate]:
     """Trees as timed, and the best of several sizes by the hit rates of ranks; best first.
 
@@ -142,7 +142,7 @@ def weigh_trees(
     return sorted(named.values(), key=lambda one: -(one.measured or one.predicted))
 
 
-def searched(rates: RankHits, table: CostTable) -> list[StaticShape]:
+def searched(rates: HitRates, table: CostTable) -> list[StaticShape]:
     """The most likely tree of each size and depth whose verification was timed."""
     room = max(table.verify) - 1
     budgets = [size for size in TREE_BUDGETS if size <= room]
@@ -152,13 +152,13 @@ def searched(rates: RankHits, table: CostTable) -> list[StaticShape]:
     return [shape for shape in named.values() if max(shape.fed, default=0) <= widest]
 
 
-def mix_scale(rates: RankHits, mix: Mix) -> float:
+def mix_scale(rates: HitRates, mix: Mix) -> float:
     """Tokens of the load's chain over those by the rates alone, at the deepest both have."""
     depth = min(mix.depth, len(rates))
     return mix.tau(depth) / expected_tokens_of_tree(chain(depth), rates)
 
 
-def weigh_tree(shape: StaticShape, rates: RankHits, scale: float, table: CostTable) -> Candidate:
+def weigh_tree(shape: StaticShape, rates: HitRates, scale: float, table: CostTable) -> Candidate:
     return Candidate(
         shape=shape.name,
         depth=shape.depth,
@@ -172,7 +172,7 @@ def weigh_tree(shape: StaticShape, rates: RankHits, scale: float, table: CostTab
 
 
 def weigh_timed(
-    shape: StaticShape | DynamicShape, rates: RankHits | None, table: CostTable, timed: Timed
+    shape: StaticShape | DynamicShape, rates: HitRates | None, table: CostTable, timed: Timed
 ) -> Candidate:
     """A tree by its own runs' tokens and costs."""
     speed = timed.speeds[shape.name]
@@ -189,7 +189,10 @@ def weigh_timed(
     return timed.of(one)
 
 
-def overhead(candidates: Sequence[Candidate]) -> float:
-    """Measured over predicted, the median of the shapes that were timed; never above 1."""
+def overhead(candidates: Sequence[Candidate]) -> float | None:
+    """Measured over predicted, the median of the shapes that were timed; never above 1.
+
+    None where none was timed.
+    """
     ratios = [one.measured / one.predicted for one in candidates if one.measured]
-    return min(1.0, median(ratios)) if ratios else 1.0
+    return min(1.0, median(ratios)) if ratios else None

@@ -14,13 +14,14 @@ ERROR = 0.05  # what a prediction may be off by; measurements that differ by mor
 class Choice:
     pick: Candidate
     expected: float  # decode speed-up: as measured, or as predicted less the loop's own overhead
-    overhead: float  # measured / predicted of the shapes timed, by which predictions are cut
+    overhead: float | None  # measured / predicted of the shapes timed, which cuts predictions
     why: list[str]  # sentences
 
 
 def choose(chains: Chains, trees: Sequence[Candidate], stack: Stack) -> Choice:
     """A prediction stands unless something timed beats it by more than ``ERROR``."""
-    cut = overhead([*chains.all, *trees])
+    measured = overhead([*chains.all, *trees])
+    cut = 1.0 if measured is None else measured
     pick, why = chains.best, [f"N={chains.best.nodes} has the highest predicted speed-up."]
 
     def expected(one: Candidate) -> float:
@@ -41,7 +42,7 @@ def choose(chains: Chains, trees: Sequence[Candidate], stack: Stack) -> Choice:
     why.append(about_trees(trees, best_tree, cut, expected(pick), stack))
     if best_tree and worth(best_tree, cut) > (1 + BAND) * expected(pick):
         pick = best_tree
-    return Choice(pick, expected(pick), cut, why)
+    return Choice(pick, expected(pick), measured, why)
 
 
 def worth(tree: Candidate, cut: float) -> float:

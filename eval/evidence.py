@@ -1,5 +1,6 @@
 """What advice rests on: acceptance and costs for the load asked about, of a report or given."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from eval.theory import MAX_N
 
 TIE = 1e-3  # logits; in fp32 rounding moves them by less, and a larger gap is a fault of the loop
 GREEDY = "greedy"
+CHEAPER = 0.05  # by so much a step over several tokens may seem cheaper than a plain one: noise
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Evidence:
 
 def evidence_of_figures(figures: Figures, question: Question) -> Evidence:
     """From alpha or a survival curve, c, and what is known of v. Raises ConfigError."""
-    refuse_gaps(figures, question)
+    refuse_unknown(figures, question)
     notes = ["These figures are taken as given; nothing here measured them."]
     if not figures.verify:
         notes.append(
@@ -64,8 +66,8 @@ def evidence_of_figures(figures: Figures, question: Question) -> Evidence:
     return Evidence(mix, temperature, rule, None, table, Timed({}), longest, notes)
 
 
-def refuse_gaps(figures: Figures, question: Question) -> None:
-    """Raise ConfigError for what cannot be answered from these figures."""
+def refuse_unknown(figures: Figures, question: Question) -> None:
+    """Raise ConfigError for a question that these figures have no answer to."""
     if question.tasks:
         raise ConfigError(
             "--tasks: shares need the acceptance of each task, and one alpha has none; give a "
@@ -179,9 +181,8 @@ def rank_rates(report: EvalReport) -> list[list[float]] | None:
     """[depth][rank], to the depth that rounds reached; None where it was not recorded."""
     if report.rank_hits is None:
         return None
-    pairs = zip(report.rank_hits.reached, report.rank_hits.hits, strict=True)
-    found = [[hit / reached for hit in hits] for reached, hits in pairs if reached]
-    return found or None
+    reached = [rate for rate in report.rank_hits.rates if not math.isnan(rate[0])]
+    return reached or None
 
 
 def table_for(report: EvalReport, batch: int) -> tuple[CostTable, list[str]]:
@@ -198,14 +199,26 @@ def table_for(report: EvalReport, batch: int) -> tuple[CostTable, list[str]]:
     nearest = min(max(batch, sizes[0]), sizes[-1])
     if nearest != batch:
         notes.append(
-            f"Batch {batch} was not measured (only {sizes[0]} to {sizes[-1]}): the costs of batch "
+            f"Batch {batch} was not measured (only {', '.join(map(str, sizes))}): the costs of batch "
             f"{nearest} stand in, and beyond the largest they flatter the draft. Measure with "
             f"python -m eval.main run.name={report.settings.run} "
             f"eval.batch_sizes=[{','.join(map(str, sorted({*sizes, batch})))}]."
         )
     elif batch not in sizes:
         notes.append(f"Costs at batch {batch} lie on the line between the measured sizes {sizes}.")
-    return replace(table_at(costs, nearest), batch=batch), notes
+    table = replace(table_at(costs, nearest), batch=batch)
+    return table, [*notes, *doubtful(table)]
+
+
+def doubtful(table: CostTable) -> list[str]:
+    """Several tokens cannot be verified faster than one: where they are, the machine was busy."""
+    n, least = min(table.verify.items(), key=lambda pair: pair[1])
+    if least >= 1 - CHEAPER:
+        return []
+    return [
+        f"Costs are not to be trusted: verifying {n} tokens took {least:.2f} of a plain step, which "
+        "no machine does that has nothing else to do. Measure again on an idle one."
+    ]
 
 
 def chains_of(shapes: Mapping[str, ShapeSpeed]) -> list[ShapeSpeed]:

@@ -77,13 +77,13 @@ FAMILIES = [VANILLA, NGRAM, MEDUSA, EAGLE1, EAGLE2, EAGLE3]
 class FamilyAdvice:
     family: Family
     why: list[str]  # sentences
-    others: list[Family]
+    others: list[Family]  # that could be had in its place; none where a head exists
 
 
 def family_of_report(floor: str) -> FamilyAdvice:
     """A report is of a head that exists: its own family; ``floor`` compares it with an n-gram."""
     why = ["The report is of an EAGLE-3 head, and it is judged by what was measured of it.", floor]
-    return FamilyAdvice(EAGLE3, why, [one for one in FAMILIES if one is not EAGLE3])
+    return FamilyAdvice(EAGLE3, why, [])
 
 
 def choose_family(figures: Figures, question: Question) -> FamilyAdvice:

@@ -1,4 +1,4 @@
-"""How a stack is started with the pick: the exact line by version, and what the stack cannot do.
+"""What a stack needs to know: the line that starts it, what it cannot do, and its rollback.
 
 Read in vLLM 0.32.0 (its source, run on a CPU) and in SGLang's sources and documentation of 2025 and
 2026 (not run). EAGLE-3 came to vLLM with pull request 16937 and to SGLang with 0.4.4.
@@ -31,12 +31,14 @@ class Place:
     head: str
     run: str
     config: DraftConfig | None  # of the head, if its folder is there
+    export: str | None = None  # the command that writes ``head``; None where it is written
 
 
 @dataclass(frozen=True)
 class Serving:
     stack: str
     version: str
+    before: str | None  # a command that must run first
     line: str
     notes: list[str]
 
@@ -91,21 +93,25 @@ def serve(question: Question, place: Place, family: Family, pick: Candidate, rul
     version = version_of(question)
     if question.stack is Stack.vllm:
         line, notes = vllm_line(version, place, family, pick.depth, rule)
-        notes.append(
-            f"The advice is for {question.batch} sequences at once: --max-num-seqs caps it."
-        )
+        notes.append(f"The advice is for {at_once(question.batch)}: --max-num-seqs caps it.")
     elif question.stack is Stack.sglang:
         line, notes = sglang_line(place, family, pick, rule)
         notes.append(
-            f"The advice is for {question.batch} sequences at once: --max-running-requests caps it."
+            f"The advice is for {at_once(question.batch)}: --max-running-requests caps it."
         )
     else:
         line, notes = eyrie_line(place, pick, question), []
-    if family is EAGLE3 and question.stack is not Stack.eyrie and not place.config:
+    exported = family is EAGLE3 and question.stack is not Stack.eyrie
+    if exported and not place.config:
         notes.append(
             "The head's folder was not found, so its flags were not compared with the stack."
         )
-    return Serving(question.stack.value, version, line, notes)
+    before = place.export if exported else None
+    return Serving(question.stack.value, version, before, line, notes)
+
+
+def at_once(batch: int) -> str:
+    return "one sequence at a time" if batch == 1 else f"{batch} sequences at once"
 
 
 def plain_line(question: Question, place: Place) -> Serving:
@@ -115,7 +121,7 @@ def plain_line(question: Question, place: Place) -> Serving:
         Stack.sglang: f"python -m sglang.launch_server --model-path {quote(place.verifier)}",
         Stack.eyrie: "plain decoding",
     }
-    return Serving(question.stack.value, version_of(question), lines[question.stack], [])
+    return Serving(question.stack.value, version_of(question), None, lines[question.stack], [])
 
 
 def vllm_line(
@@ -169,6 +175,57 @@ def sglang_line(place: Place, family: Family, pick: Candidate, rule: str) -> tup
 def eyrie_line(place: Place, pick: Candidate, question: Question) -> str:
     """Eyrie is no server: the line times the pick with its own loop."""
     shape = (
-        f"eval.n_sweep=[{pick.nodes}]" if pick.is_chain else quote(f"eval.trees=['{pick.shape}']")
+        f"eval.n_sweep=[{pick.nodes}]" if pick.is_chain else quote(f'eval.trees=["{pick.shape}"]')
     )
     return f"python -m eval.main run.name={place.run} {shape} eval.batch_sizes=[{question.batch}]"
+
+
+COMMON = (
+    "The token emitted last has no cache entry yet: it is the root of the next round, whatever was "
+    "accepted."
+)
+PLANS = {
+    Stack.eyrie: [
+        "By logical length: models/kv.py holds one length a sequence, writes guesses beyond it and "
+        "advances by what stands; the rest is overwritten. No copy for chains.",
+        "On a tree the accepted path's rows are moved together before the length advances.",
+        "In a batch every sequence has a length of its own, so one rejecting at 2 while another "
+        "accepts all costs nothing beyond the shared forward. The draft's cache of guesses is "
+        "dropped each round and rebuilt from the verifier's states.",
+    ],
+    Stack.vllm: [
+        "By block table: the scheduler allots slots for the guesses ahead (num_lookahead_tokens, "
+        "v1/core/sched/scheduler.py); after sampling it takes the rejected ones off the request's "
+        "num_computed_tokens, the blocks stay and their slots are overwritten.",
+        "In a batch v1/sample/rejection_sampler.py judges all requests at once, each with its own "
+        "number of guesses; the lengths part per request. Read in version 0.32.0.",
+        "After verification the draft runs over the accepted rows with the verifier's states and "
+        "overwrites its own guessed entries.",
+    ],
+    Stack.sglang: [
+        "By token slots: speculative/eagle_info.py frees the slots of rejected guesses in the "
+        "token-to-KV pool after verification; with pages and top-k above 1 it first moves the "
+        "accepted entries together, with pages and top-k 1 it frees whole pages alone.",
+        "In a batch seq_lens grows per request by its accepted guesses and one. Read in the source "
+        "of 2026, not run.",
+    ],
+}
+
+
+def plan_of(stack: Stack) -> list[str]:
+    return [*PLANS[stack], COMMON]
+
+
+FORBIDDEN = {
+    Stack.eyrie: ["eval.rule takes exact rules alone: there is nothing to switch off."],
+    Stack.vllm: [
+        "rejection_sample_method stays standard: synthetic accepts guesses unseen by the verifier "
+        "and is for benchmarks.",
+    ],
+    Stack.sglang: [
+        "--speculative-accept-threshold-single and --speculative-accept-threshold-acc stay 1.0: "
+        "anything lower accepts guesses that the verifier would not draw.",
+        "Where the tree sampling kernel is missing (AMD builds) SGLang falls back to greedy "
+        "verification at any temperature, with a warning in its log: do not sample there.",
+    ],
+}

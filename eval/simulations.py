@@ -29,7 +29,7 @@ from eval.theory import expected_tokens
 from eval.tree_theory import (
     BRANCHY,
     HEADS,
-    RankHits,
+    HitRates,
     best_tree,
     expected_tokens_of_tree,
     same_at_every_depth,
@@ -176,7 +176,7 @@ def trees(seed: int, draws: int) -> Simulation:
     return Simulation("Trees in the rank-hit model: tokens a call", checks)
 
 
-def walk_ranks(shape: StaticShape, rank_hits: RankHits, draws: int, seed: int) -> Tensor:
+def walk_ranks(shape: StaticShape, rank_hits: HitRates, draws: int, seed: int) -> Tensor:
     """Tokens [draws] of a call: draw the rank of the verifier's token level by level, and walk.
 
     A rank that has no node at the place reached ends the walk.

@@ -122,12 +122,13 @@ def depth_alarm(pick: Candidate, evidence: Evidence) -> str:
     named = f"expected {listed(curve)} at positions 1 to {len(curve)}"
     report = evidence.report
     lows = report.intervals.survival_by_depth if report else []
-    if not lows:
+    if report is None or not lows:
         return f"{named}; a first position that falls alone means another template or tokenizer"
-    floor = [low.low for low in lows[: pick.depth]]
+    pairs = zip(curve, report.survival_by_depth, lows, strict=False)
+    floor = [here * low.low / there if there else 0.0 for here, there, low in pairs]
     return (
-        f"{named}; below {listed(floor)} (the report's lower bounds) for a day: compare template, "
-        "system prompt and verifier revision with those of the training"
+        f"{named}; below {listed(floor)} (as much lower as the report's 95 % interval reaches) for "
+        "a day: compare template, system prompt and verifier revision with those of the training"
     )
 
 

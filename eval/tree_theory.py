@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from conf.shapes import StaticShape, parse_paths
 
-RankHits = Sequence[Sequence[float]]  # [depth][rank]
+HitRates = Sequence[Sequence[float]]  # [depth][rank]
 BRANCHY = "2x2x2"
 
 
@@ -38,7 +38,7 @@ def same_at_every_depth(hits: Sequence[float], depth: int) -> list[list[float]]:
     return [list(hits) for _ in range(depth)]
 
 
-def node_chances(shape: StaticShape, rank_hits: RankHits) -> list[float]:
+def node_chances(shape: StaticShape, rank_hits: HitRates) -> list[float]:
     """How often each guess stands, in the shape's order.
 
     Raises ValueError where ``shape`` goes beyond the depths or ranks that were measured.
@@ -52,12 +52,12 @@ def node_chances(shape: StaticShape, rank_hits: RankHits) -> list[float]:
     return chances
 
 
-def expected_tokens_of_tree(shape: StaticShape, rank_hits: RankHits) -> float:
+def expected_tokens_of_tree(shape: StaticShape, rank_hits: HitRates) -> float:
     """1 + the chances of all nodes: at most one node a depth stands, so chances add up."""
     return 1 + math.fsum(node_chances(shape, rank_hits))
 
 
-def best_tree(rank_hits: RankHits, nodes: int, depth: int) -> StaticShape:
+def best_tree(rank_hits: HitRates, nodes: int, depth: int) -> StaticShape:
     """The tree of at most ``nodes`` guesses and ``depth`` levels with the most tokens a call.
 
     Takes the likeliest node that a tree may have next, again and again. A child is never likelier

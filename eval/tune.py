@@ -11,6 +11,7 @@ is 0.
 
 import argparse
 from pathlib import Path
+from shlex import quote
 
 from conf.compose import sentence_on_error
 from conf.runtime import say, write_atomically
@@ -58,13 +59,16 @@ def advise(words: argparse.Namespace) -> Advice:
     head = run / Path(report.settings.draft).name  # beside the report: a run may have moved
     if words.verifier:
         say(check_verifier(head, words.verifier))
-    place = Place(
-        verifier=words.verifier or served_verifier(run, report.settings.verifier),
-        head=str(run / "export" / "vllm"),
-        run=report.settings.run,
-        config=head_config(head),
-    )
-    return advise_on_report(report, question, place)
+    verifier = words.verifier or served_verifier(run, report.settings.verifier)
+    return advise_on_report(report, question, place_of(run, head, verifier, report.settings.run))
+
+
+def place_of(run: Path, head: Path, verifier: str, name: str) -> Place:
+    """What the stack's line names; the head is exported first where it is not yet."""
+    exported = run / "export" / "vllm"
+    written = (exported / "config.json").is_file()
+    export = f"python -m launch.export {quote(str(head))} --to vllm"
+    return Place(verifier, str(exported), name, head_config(head), None if written else export)
 
 
 def refuse_both(words: argparse.Namespace) -> None:
