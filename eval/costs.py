@@ -14,7 +14,6 @@ from conf.choices import StepKind
 from conf.runtime import progress
 from conf.shapes import MAX_NODES, Shape, chain
 from eval.batch import choose as choose_token
-from eval.batch import now
 from eval.decode import DecodeSettings
 from eval.propose import Proposal, choose
 from eval.sides import DraftDecoder, TargetDecoder
@@ -22,7 +21,7 @@ from eval.speed_report import CostTable, SpeedAtBatch
 from eval.timed import Question
 from models.eagle3 import Eagle3Draft
 from models.sampling import OwnDice
-from models.steps import Steps
+from models.steps import Steps, now
 
 VERIFIED = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # tokens a sequence
 LEVELS = (1, 2, 4, 8, 16)  # nodes a sequence

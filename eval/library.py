@@ -10,7 +10,6 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.modeling_utils import PreTrainedModel
 
 from conf.schema import ConfigError, VerifierSection
-from eval.batch import now
 from eval.decode import DecodeSettings
 from eval.output import Output
 from eval.speed_report import Timing
@@ -18,6 +17,7 @@ from eval.timed import Question, Run, digest_of
 from models.facts import load_tokenizer
 from models.placement import Placement, place
 from models.sampling import Sampling
+from models.steps import now
 from models.token_strings import token_strings
 from models.verifier import Verifier
 

@@ -48,14 +48,6 @@ class Proposal:
     source: Tensor | None = None  # [M]: the row of ``logits`` that each guess was chosen from
 
 
-class TargetSide(Protocol):
-    """A verifier whose root, the token emitted last, has no KV yet."""
-
-    def score(self, proposal: Proposal) -> Tensor:
-        """Logits [..., M+1, V] after the root and after each of the guesses, on its path."""
-        ...
-
-
 def propose(draft: DraftSide, shape: Shape, plan: RoundPlan, dice: Dice) -> Proposal:
     """Let the draft guess a tree of ``shape``, each token on top of its own guesses before.
 

@@ -67,7 +67,7 @@ class TargetDecoder:
         """
         longest = max(accepted)
         if line:
-            self.cache.advance(torch.tensor(accepted) + 1)
+            self.cache.advance([n + 1 for n in accepted])
             return self.states.aux[:, : longest + 1]
         self.cache.commit(path, accepted)
         rows = torch.cat([torch.zeros_like(path[:, :1]), path[:, :longest]], -1)
@@ -162,7 +162,7 @@ class DraftDecoder:
     def _positions(self, steps: Tensor) -> Tensor:
         """[B, T] of rows ``steps`` [T] past the committed ones.
 
-        Guesses beyond the head's last position may not stand (see ``Speculation.room``), and sit
+        Guesses beyond the head's last position may not stand (see ``Speculation.rooms``), and sit
         on it meanwhile.
         """
         committed = torch.tensor(self.committed, device=steps.device)
