@@ -105,11 +105,7 @@ def at_batch(weighed: Weighed) -> AtBatch:
 
 
 def conclude(
-    question: Question,
-    place: Place,
-    weighed: Weighed,
-    family: FamilyAdvice,
-    others: list[AtBatch],
+    question: Question, place: Place, weighed: Weighed, family: FamilyAdvice, others: list[AtBatch]
 ) -> Advice:
     """Pick, judge, and put together what serving it takes."""
     evidence, chains = weighed.evidence, weighed.chains
@@ -119,11 +115,7 @@ def conclude(
     on = unfit is None and choice.expected >= PAYS
     gate = gate_for(weighed, pick, place)
     request = request_time(question, evidence, pick if on else None, choice.expected)
-    line = (
-        serve(question, place, family.family, pick, evidence.rule)
-        if on
-        else plain_line(question, place)
-    )
+    served = serve(question, place, family.family, pick, evidence.rule) if on else None
     return Advice(
         verdict="on" if on else "off",
         reason=unfit or reason_of(choice),
@@ -143,7 +135,7 @@ def conclude(
         by_batch=others,
         gate=gate,
         request=request,
-        serving=line,
+        serving=served or plain_line(question, place),
         rollback=plan_of(stack) if on else [],
         forbidden=FORBIDDEN[stack] if on else [],
         telemetry=signals(question, pick, evidence, gate, request) if on else [],

@@ -199,8 +199,9 @@ def table_for(report: EvalReport, batch: int) -> tuple[CostTable, list[str]]:
     nearest = min(max(batch, sizes[0]), sizes[-1])
     if nearest != batch:
         notes.append(
-            f"Batch {batch} was not measured (only {', '.join(map(str, sizes))}): the costs of batch "
-            f"{nearest} stand in, and beyond the largest they flatter the draft. Measure with "
+            f"Batch {batch} was not measured (only {', '.join(map(str, sizes))}): the costs of "
+            f"batch {nearest} stand in, and beyond the largest they flatter the draft. Measure "
+            "with "
             f"python -m eval.main run.name={report.settings.run} "
             f"eval.batch_sizes=[{','.join(map(str, sorted({*sizes, batch})))}]."
         )
@@ -216,8 +217,8 @@ def doubtful(table: CostTable) -> list[str]:
     if least >= 1 - CHEAPER:
         return []
     return [
-        f"Costs are not to be trusted: verifying {n} tokens took {least:.2f} of a plain step, which "
-        "no machine does that has nothing else to do. Measure again on an idle one."
+        f"Costs are not to be trusted: verifying {n} tokens took {least:.2f} of a plain step, "
+        "which no machine does that has nothing else to do. Measure again on an idle one."
     ]
 
 
