@@ -29,6 +29,7 @@ from models.verifier import Verifier
 DRAWS = 50_000
 CHUNK = 5_000  # sequences at once
 PROMPTS = 4
+MOST_CHOICES = 256  # of a prompt: rarer tokens than that fall into one cell, and cost time
 ERROR_RATE = 0.01  # chance that exact rules fail somewhere among all tests
 WARM = Sampling(temperature=1.0)
 SAMPLING = Sampling(temperature=0.9, top_p=0.95)
@@ -162,16 +163,22 @@ def count_first(
     return chi_square_p(counts, exact * draws), guesses / draws
 
 
+def distance(choices: int) -> int:
+    """From ``MOST_CHOICES``; what lies beyond it comes after all that does not."""
+    return MOST_CHOICES - choices if choices <= MOST_CHOICES else choices
+
+
 def prove_first_token(
     verifier: Verifier, draft: Eagle3Draft, prompts: Sequence[list[int]], draws: int = DRAWS
 ) -> list[FirstToken]:
     """Every rule, and a wrong one that must fail, after the prompts with the most possible tokens.
 
-    A prompt after which the verifier can give one token alone says nothing. Empty when all do.
+    Up to ``MOST_CHOICES`` of them, that is; if all have more, those with the fewest. A prompt after
+    which the verifier can give one token alone says nothing. Empty when all do.
     """
     known = [(sides_after(verifier, draft, ids), index) for index, ids in enumerate(prompts)]
     open_ones = [(sides, index) for sides, index in known if sides.choices > 1]
-    chosen = sorted(open_ones, key=lambda pair: -pair[0].choices)[:PROMPTS]
+    chosen = sorted(open_ones, key=lambda pair: distance(pair[0].choices))[:PROMPTS]
     work = [(sides, index, *case) for sides, index in chosen for case in CASES]
     found: list[FirstToken] = []
     for sides, index, rule, control in progress(work, len(work), "first token", "test"):
