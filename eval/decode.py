@@ -207,7 +207,7 @@ class Speculation:
         return Branches.of_parents(proposal.parents, self.shape.depth)
 
     def read(self, proposal: Proposal, outcome: Outcome, rooms: list[int]) -> list[list[int]]:
-        """Note the round of each sequence; its new tokens. A chain waits for the device here alone."""
+        """Note each sequence's round; its new tokens. A chain waits for the device here alone."""
         verdict, nodes = outcome.verdict, proposal.ids.shape[1]
         own = verdict.accepted[:, None], verdict.token[:, None]
         rows = torch.cat([*own, proposal.ids, proposal.parents, verdict.path], -1).tolist()
