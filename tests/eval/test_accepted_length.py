@@ -7,7 +7,6 @@ a change that is meant to move it says so and writes the new figures.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,16 +114,6 @@ def test_accepted_length_is_the_golden_one(verifier: Verifier, head: Eagle3Draft
     assert min(found.values()) > 1.4  # a head that guesses
 
 
-def states_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers' states in another order."""
-    fuse = Eagle3Draft.fuse
-
-    def swapped(self: Eagle3Draft, aux: Tensor) -> Tensor:
-        return fuse(self, torch.cat(aux.chunk(3, -1)[::-1], -1))
-
-    monkeypatch.setattr(Eagle3Draft, "fuse", swapped)
-
-
 def states_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of accepted tokens are those of the tokens before."""
     commit = TargetDecoder.commit
@@ -135,12 +124,11 @@ def states_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TargetDecoder, "commit", late)
 
 
-@pytest.mark.parametrize("fault", [states_swapped, states_one_late])
 def test_a_fault_that_leaves_the_text_alone_moves_it(
-    verifier: Verifier, head: Eagle3Draft, monkeypatch, fault: Callable
+    verifier: Verifier, head: Eagle3Draft, monkeypatch
 ):
-    """The controls: greedy text stays the verifier's, so that nothing else would tell."""
+    """The control: greedy text stays the verifier's, so that nothing else would tell."""
     golden: dict[str, float] = json.loads(GOLDEN.read_text())
-    fault(monkeypatch)
+    states_one_late(monkeypatch)
     for name, tau in golden.items():
         assert accepted_length(verifier, head, name) < 0.98 * tau, name
