@@ -45,7 +45,7 @@ def answer(accepted: list[int], differs: bool = False, prompt: int = 1) -> Answe
         overlap=overlap,
         ranks=ranks,
     )
-    difference = Difference(0, count - 1, tokens[-1], 99, 1e-7) if differs else None
+    difference = Difference(0, count - 1, tokens[-1], 99, 1e-7, 1e-7) if differs else None
     return Answer([0] * prompt, plain, fast, difference)
 
 
