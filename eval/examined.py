@@ -37,6 +37,7 @@ class Request:
     count: int
     new_tokens: int
     shapes: list[str]
+    dtype: str | None = None  # None: float32, and bfloat16 unless it must be quick
     quick: bool = False
 
 
@@ -49,6 +50,11 @@ def newest_head(root: Path) -> Path:
             "a HEAD_DIR"
         )
     return max(heads, key=lambda head: (head / CONFIG).stat().st_mtime)
+
+
+def best_of(folder: Path) -> Path:
+    """The best/ of a run, or the folder itself."""
+    return folder / "best" if (folder / "best" / CONFIG).is_file() else folder
 
 
 def examine(request: Request, dtype: torch.dtype) -> Exam:

@@ -5,9 +5,10 @@
 runs the product's loop against itself without a draft (eval/greedy_proof.py), the accept rules on
 tables with known probabilities (eval/toy.py), and on the real verifier's first token
 (eval/first_token.py). Rules that are known to be wrong take the same tests and must fail. HEAD_DIR
-is a best/ folder or an exported one. Exit code 1 when anything differs that should not.
+is a run, its best/ folder or an exported one. Exit code 1 when anything differs that should not.
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from conf.compose import sentence_on_error
 from conf.runtime import progress, say
 from conf.schema import RunSection
 from conf.shapes import Shape, parse_shape
-from eval.examined import Request, examine, newest_head
+from eval.examined import Request, best_of, examine, newest_head
 from eval.first_token import FirstToken, prove_first_token
 from eval.greedy_proof import GreedyCheck, Way, prove_greedy
 from eval.parser import Parser
@@ -51,16 +52,19 @@ class Proof:
 def prove(request: Request) -> Proof:
     """All parts. Raises ConfigError for a head, verifier or prompts that cannot be had."""
     shapes = [parse_shape(text, "--shapes") for text in request.shapes]
-    exam = examine(request, torch.float32)
-    greedy = prove_greedy(exam, ways_of(shapes))
+    exact = request.dtype != "bfloat16"
+    exam = examine(request, torch.float32 if exact else torch.bfloat16)
+    greedy = prove_greedy(exam, ways_of(shapes)) if exact else []
     draws = QUICK_DRAWS if request.quick else DRAWS
     first = prove_first_token(exam.verifier, exam.draft, exam.prompts, draws)
     refused = exam.refused
-    del exam  # one verifier in memory at a time
     rounded: list[GreedyCheck] = []
-    if not request.quick:
-        again = examine(request, torch.bfloat16)
-        rounded = prove_greedy(again, [Way(shape, BATCH) for shape in shapes])
+    if request.dtype == "bfloat16" or (request.dtype is None and not request.quick):
+        if exact:
+            del exam  # one verifier in memory at a time
+            gc.collect()  # hooks refer back to it
+            exam = examine(request, torch.bfloat16)
+        rounded = prove_greedy(exam, [Way(shape, BATCH) for shape in shapes])
     seeds = 1 if request.quick else SEEDS
     toy = [run_toy(case, seeds) for case in progress(CASES, len(CASES), "toy tables", "case")]
     return Proof(greedy, rounded, first, toy, refused)
@@ -88,8 +92,9 @@ def describe_greedy(checks: Sequence[GreedyCheck], dtype: str) -> list[str]:
             verdict = "a tie" if one.tie else "NO TIE"
             lines.append(
                 f"  prompt {found.prompt}, token {found.position}: plain {found.plain}, here "
-                f"{found.speculative}, gap of the top two logits {found.gap:.2e}, rounding can "
-                f"close {one.tolerance:.2e}: {verdict}"
+                f"{found.speculative}; the top two logits are {found.gap:.2e} apart, the worse of "
+                f"both tokens {found.behind:.2e} below, rounding can close {one.tolerance:.2e}: "
+                f"{verdict}"
             )
     return lines
 
@@ -107,7 +112,13 @@ def describe_first(results: Sequence[FirstToken], draws: int) -> list[str]:
     ]
     head = ("prompt", "rule", "control", "tokens", "accepted", "p", "bound", "result")
     title = f"sampled, first token of the real verifier: {draws:,} draws against its distribution"
-    return [title, *aligned(head, rows)]
+    lines = [title, *aligned(head, rows)]
+    if not any(one.control for one in results):
+        lines.append(
+            f"no control: draft and verifier agree so well that a wrong rule shows in no {draws:,} "
+            "draws; give other prompts with --prompts"
+        )
+    return lines
 
 
 def describe_toy(results: Sequence[ToyResult]) -> list[str]:
@@ -150,7 +161,7 @@ def parse(argv: list[str] | None) -> Request:
         "not, or when a test passes a rule that is known to be wrong.",
     )
     parser.add_argument(
-        "head", nargs="?", type=Path, metavar="HEAD_DIR", help="default: best/ of the newest run"
+        "head", nargs="?", type=Path, metavar="HEAD_DIR", help="default: the newest run"
     )
     parser.add_argument("--verifier", metavar="PATH", help="default: that of the run")
     parser.add_argument(
@@ -160,13 +171,16 @@ def parse(argv: list[str] | None) -> Request:
     parser.add_argument("--new-tokens", type=int, default=64, help="limit of one answer")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SHAPE", help="of guesses")
     parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the real models; default: both"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="under a minute: 4 prompts, float32, fewer draws"
     )
     words = parser.parse_args(argv)
     for name in ("count", "new_tokens"):
         if getattr(words, name) < 1:
             parser.error(f"--{name.replace('_', '-')}={getattr(words, name)}: must be 1 or more")
-    head = words.head or newest_head(Path(RunSection().root))
+    head = best_of(words.head) if words.head else newest_head(Path(RunSection().root))
     return Request(
         head=head,
         verifier=words.verifier,
@@ -174,6 +188,7 @@ def parse(argv: list[str] | None) -> Request:
         count=min(words.count, QUICK_PROMPTS) if words.quick else words.count,
         new_tokens=min(words.new_tokens, QUICK_TOKENS) if words.quick else words.new_tokens,
         shapes=words.shapes,
+        dtype=words.dtype,
         quick=words.quick,
     )
 
