@@ -1,6 +1,5 @@
 """The head that a proof is about: found, loaded with its verifier, and given prompts."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from eval.greedy_proof import Exam
 from models.draft_file import CONFIG, load_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.read import read_head
+from models.export.vllm_check import read_config
 from models.export.vllm_layout import CONFIG as EXPORTED
 from models.export.vllm_layout import draft_config_of
 from models.generate import end_ids
@@ -111,7 +111,10 @@ def aux_layers_of(head: Path) -> list[int]:
     """The verifier layers whose states the head reads."""
     if (head / CONFIG).is_file():
         return DraftConfig.from_json((head / CONFIG).read_text()).aux_layers
-    return draft_config_of(json.loads((head / EXPORTED).read_text(encoding="utf-8"))).aux_layers
+    config, findings = read_config(head)
+    if findings:
+        raise ConfigError(f"{head}: {findings[0]}; export the head again")
+    return draft_config_of(config).aux_layers
 
 
 def draft_of(

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +64,19 @@ class DraftConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "DraftConfig":
+        """Raises ConfigError when the text is no JSON, or has other keys or kinds of values."""
         try:
-            return cls(**json.loads(text))
-        except TypeError as error:
+            config = cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"draft.json: not a draft of this version ({error})") from error
+        for field, kind in get_type_hints(cls).items():
+            value, kinds = getattr(config, field), get_origin(kind) or kind
+            if not isinstance(value, (int, float) if kinds is float else kinds):
+                raise ConfigError(
+                    f"draft.json: {field}={value!r}: must be of kind {kinds.__name__}; give the "
+                    "file as training wrote it"
+                )
+        return config
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ def read_head(folder: Path, embedding: Tensor | None = None) -> Eagle3Draft:
     """The head in ``folder``, in the dtype it is stored in, for inference.
 
     ``embedding`` [V, D] is the verifier's; a copy in the file is used without it. Raises
-    ConfigError with the first finding when the folder does not pass ``check``.
+    ConfigError with the first finding when the folder does not pass ``check``, and for an embedding
+    of another shape.
     """
     findings = check(folder)
     if findings:
@@ -29,6 +30,12 @@ def read_head(folder: Path, embedding: Tensor | None = None) -> Eagle3Draft:
     if EMBEDDING not in stored:
         raise ConfigError(f"{folder}: holds no embedding; give the verifier's")
     draft = Eagle3Draft(draft_config_of(config))
+    own, given = tuple(draft.embed_tokens.weight.shape), tuple(stored[EMBEDDING].shape)
+    if own != given:
+        raise ConfigError(
+            f"{folder}: the head is for {own[0]} tokens of width {own[1]}, and the verifier has "
+            f"{given[0]} of width {given[1]}; give the verifier it was trained on"
+        )
     if "d2t" not in stored:  # the whole vocabulary: no offset anywhere
         stored["d2t"] = torch.zeros_like(draft.d2t)
         stored["t2d"] = torch.ones_like(draft.t2d)

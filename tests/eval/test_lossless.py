@@ -23,6 +23,7 @@ from eval.toy import CASES, run_toy
 from eval.verify import AcceptRule
 from eval.wrong_rules import Control
 from models.draft_file import save_draft
+from models.export.read import read_head
 from models.export.vllm import export_head
 from models.sampling import Sampling
 from models.verifier import Verifier
@@ -317,6 +318,50 @@ def test_command_without_a_run_names_the_way_out(run_folder: Path):
     shutil.rmtree(run_folder)
     with pytest.raises(ConfigError, match="no run with a best/ head"):
         lossless.main([])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("draft.json", "{", r"draft\.json: not a draft of this version"),
+        ("draft.json", "[]", r"draft\.json: not a draft of this version"),
+        ("draft.json", "half", r"draft\.json: hidden_size='64': must be of kind int"),
+        ("draft.safetensors", "x", r"not the weights of its draft\.json"),
+        ("config.json", "{", r"config\.json: not JSON"),
+        ("config.json", "{}", r"config\.json: hidden_size, .* missing; export the head again"),
+    ],
+)
+def test_damaged_heads_are_one_sentence(
+    run_folder: Path, tiny_verifier: Path, file: str, content: str, sentence: str
+):
+    head = run_folder / "best"
+    if file == "config.json":
+        head = run_folder / "export" / "vllm"
+        cfg = load_saved(run_folder / "config.yaml")
+        export_head(cfg, run_folder / "best", head, dtype=Precision.float32)
+    whole = (head / file).read_bytes()
+    if content == "half":
+        content = whole.decode().replace('"hidden_size": 64', '"hidden_size": "64"')
+    (head / file).write_text(content)
+    words = [str(head), "--verifier", str(tiny_verifier), "--prompts", "prompts.jsonl"]
+    with pytest.raises(ConfigError, match=sentence):
+        lossless.main(words)
+
+
+def test_a_head_of_another_width_is_refused_by_name(run_folder: Path):
+    exported = run_folder / "export" / "vllm"
+    cfg = load_saved(run_folder / "config.yaml")
+    export_head(cfg, run_folder / "best", exported, dtype=Precision.float32)
+    with pytest.raises(ConfigError, match=r"for 128 tokens of width 64, .* has 128 of width 32"):
+        read_head(exported, torch.zeros(128, 32))
+
+
+def test_a_run_and_one_precision_may_be_named(run_folder: Path, little, capsys):
+    words = ["--dtype", "bfloat16", "--quick", "--new-tokens", "4", "--shapes", "2"]
+    assert lossless.main([str(run_folder), *words]) == 0
+    printed = capsys.readouterr().out
+    assert f"head: {run_folder}/best" in printed
+    assert "greedy, bfloat16, 2, batch 8" in printed and "float32" not in printed
 
 
 def test_bad_heads_and_shapes_name_the_way_out(run_folder: Path, tmp_path: Path):
