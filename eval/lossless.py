@@ -66,7 +66,8 @@ def prove(request: Request) -> Proof:
             exam = examine(request, torch.bfloat16)
         rounded = prove_greedy(exam, [Way(shape, BATCH) for shape in shapes])
     seeds = 1 if request.quick else SEEDS
-    toy = [run_toy(case, seeds) for case in progress(CASES, len(CASES), "toy tables", "case")]
+    cases = progress(CASES, len(CASES), "toy tables", "case")
+    toy = [run_toy(case, seeds, draws) for case in cases]
     return Proof(greedy, rounded, first, toy, refused)
 
 

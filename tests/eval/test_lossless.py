@@ -225,7 +225,7 @@ def little(monkeypatch):
     """Few cases and draws, and no second precision."""
     monkeypatch.setattr(lossless, "CASES", (CASES[0], CASES[-1]))
     monkeypatch.setattr(lossless, "QUICK_DRAWS", 5000)
-    monkeypatch.setattr(lossless, "run_toy", lambda case, seeds: run_toy(case, 1, 5000))
+    monkeypatch.setattr(lossless, "run_toy", lambda case, *_: run_toy(case, 1, 5000))
 
 
 def test_command_takes_the_newest_run(run_folder: Path, little, capsys):
@@ -275,7 +275,7 @@ def test_command_fails_on_a_difference(run_folder: Path, little, capsys, monkeyp
 
 
 def test_command_fails_when_a_control_passes(run_folder: Path, little, capsys, monkeypatch):
-    monkeypatch.setattr(lossless, "run_toy", lambda case, seeds: run_toy(case, 1, 20))
+    monkeypatch.setattr(lossless, "run_toy", lambda case, *_: run_toy(case, 1, 20))
     assert lossless.main(["--quick", "--count", "1", "--new-tokens", "2"]) == 1
     assert "UNEXPECTED" in capsys.readouterr().out
 
