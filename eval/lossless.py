@@ -27,7 +27,7 @@ from eval.tables import aligned
 from eval.toy import CASES, SEEDS, ToyResult, run_toy
 
 SHAPES = ["4", "2x2x2", "dynamic:nodes=12,depth=4,top_k=3"]
-BATCH = 8
+BATCH = 10
 QUICK_DRAWS = 10_000
 DRAWS = 50_000
 QUICK_PROMPTS, QUICK_TOKENS = 4, 32
@@ -72,8 +72,8 @@ def prove(request: Request) -> Proof:
 
 
 def ways_of(shapes: Sequence[Shape]) -> list[Way]:
-    """Each shape in batches, the first alone as well, and plain batches."""
-    return [Way(shapes[0], 1), *(Way(shape, BATCH) for shape in shapes), Way(None, BATCH)]
+    """Single sequences plainly and by the first shape, and batches by each."""
+    return [Way(None, 1), Way(shapes[0], 1), *(Way(shape, BATCH) for shape in shapes)]
 
 
 # ---- what is printed ---------------------------------------------------------------------------
@@ -81,6 +81,8 @@ def ways_of(shapes: Sequence[Shape]) -> list[Way]:
 
 def describe_greedy(checks: Sequence[GreedyCheck], dtype: str) -> list[str]:
     lines: list[str] = []
+    if checks:
+        lines.append(f"greedy, {dtype}: against plain decoding in batches of {BATCH}")
     for check in checks:
         ties = sum(one.tie for one in check.graded)
         graded = f", {ties} of the others ties of rounding" if check.graded else ""

@@ -35,9 +35,16 @@ WAYS = [Way(parse_shape(name, "x"), batch) for name in SHAPES for batch in (1, 2
 
 
 def test_every_way_gives_the_plain_tokens(verifier: Verifier, make_draft):
-    checks = prove_greedy(Exam(verifier, make_draft(), PROMPTS, SETTINGS), [*WAYS, Way(None, 3)])
+    checks = prove_greedy(Exam(verifier, make_draft(), PROMPTS, SETTINGS), [*WAYS, Way(None, 1)])
     assert [(one.checked, one.identical) for one in checks] == [(3, 3)] * 7
     assert all(one.passed for one in checks)
+
+
+def test_single_sequences_are_the_first_prompts_alone(verifier: Verifier, make_draft, monkeypatch):
+    monkeypatch.setattr(greedy_proof, "ALONE", 2)
+    exam = Exam(verifier, make_draft(), PROMPTS, SETTINGS)
+    checks = prove_greedy(exam, [Way(None, 1), *WAYS[:2]])
+    assert [(one.checked, one.identical) for one in checks] == [(2, 2), (2, 2), (3, 3)]
 
 
 def broken(monkeypatch, at: int) -> None:
@@ -236,7 +243,7 @@ def test_command_takes_the_newest_run(run_folder: Path, little, capsys):
     assert newest_head(Path("runs")) == Path("runs/sweep/depth-3/best")
     assert lossless.main(["--quick", "--count", "2", "--new-tokens", "8"]) == 0
     printed = capsys.readouterr().out
-    assert "2x2x2, batch 8: 2 of 2 prompts token-identical" in printed
+    assert "2x2x2, batch 10: 2 of 2 prompts token-identical" in printed
     assert "exact" in printed and "biased" in printed and "UNEXPECTED" not in printed
     assert printed.splitlines()[-1].startswith("PROVED")
 
@@ -245,7 +252,7 @@ def test_the_whole_command_grades_bfloat16(run_folder: Path, little, capsys, mon
     monkeypatch.setattr(lossless, "DRAWS", 5000)
     assert lossless.main(["--count", "1", "--new-tokens", "6", "--shapes", "2", "1x2"]) == 0
     printed = capsys.readouterr().out
-    assert "float32, 1x2, batch 8" in printed and "bfloat16, 2, batch 8" in printed
+    assert "float32, 1x2, batch 10" in printed and "bfloat16, 2, batch 10" in printed
 
 
 def test_command_takes_any_exported_head(run_folder: Path, little, capsys, tiny_verifier: Path):
@@ -361,7 +368,7 @@ def test_a_run_and_one_precision_may_be_named(run_folder: Path, little, capsys):
     assert lossless.main([str(run_folder), *words]) == 0
     printed = capsys.readouterr().out
     assert f"head: {run_folder}/best" in printed
-    assert "greedy, bfloat16, 2, batch 8" in printed and "float32" not in printed
+    assert "greedy, bfloat16, 2, batch 10" in printed and "float32" not in printed
 
 
 def test_bad_heads_and_shapes_name_the_way_out(run_folder: Path, tmp_path: Path):
