@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from eval.candidates import Candidate, Chains, weigh_chains, weigh_trees
 from eval.choice import Choice, choose
-from eval.evidence import Evidence, evidence_of_figures, evidence_of_report
+from eval.evidence import GREEDY, Evidence, evidence_of_figures, evidence_of_report
 from eval.families import FamilyAdvice, choose_family, family_of_report
 from eval.heat import PAYS, Gate, gate_of
 from eval.question import Figures, Question, check_figures, check_question
@@ -15,6 +15,7 @@ from eval.serving import (
     FORBIDDEN,
     Place,
     Serving,
+    for_draws,
     plain_line,
     plan_of,
     serve,
@@ -114,6 +115,7 @@ def conclude(
     unfit = why_not(stack, version_of(question), place, family.family)
     on = unfit is None and choice.expected >= PAYS
     gate = gate_for(weighed, pick, place)
+    sampled = gate.rule if gate and evidence.rule == GREEDY else ""
     request = request_time(question, evidence, pick if on else None, choice.expected)
     served = serve(question, place, family.family, pick, evidence.rule) if on else None
     return Advice(
@@ -139,7 +141,12 @@ def conclude(
         rollback=plan_of(stack) if on else [],
         forbidden=FORBIDDEN[stack] if on else [],
         telemetry=signals(question, pick, evidence, gate, request) if on else [],
-        notes=[*evidence.notes, *unproven(pick), *edge_note(weighed, place)],
+        notes=[
+            *evidence.notes,
+            *(for_draws(stack, sampled) if on else []),
+            *unproven(pick),
+            *edge_note(weighed, place),
+        ],
     )
 
 
