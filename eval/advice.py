@@ -1,7 +1,7 @@
 """The advice: what to serve, how, and when to stop, as one record with its arithmetic."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from eval.candidates import Candidate, Chains, weigh_chains, weigh_trees
 from eval.choice import Choice, choose
@@ -58,10 +58,10 @@ class Advice:
     gate: Gate | None
     request: RequestTime | None
     serving: Serving
-    rollback: list[str]  # this and the next two are empty where nothing is drafted
-    forbidden: list[str]
-    telemetry: list[Signal]
     notes: list[str]
+    rollback: list[str] = field(default_factory=list)  # empty, as the next two, where it is off
+    forbidden: list[str] = field(default_factory=list)
+    telemetry: list[Signal] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -106,27 +106,27 @@ def at_batch(weighed: Weighed) -> AtBatch:
 
 
 def conclude(
-    question: Question, place: Place, weighed: Weighed, family: FamilyAdvice, others: list[AtBatch]
+    question: Question,
+    place: Place,
+    weighed: Weighed,
+    family: FamilyAdvice,
+    others: list[AtBatch],
 ) -> Advice:
     """Pick, judge, and put together what serving it takes."""
     evidence, chains = weighed.evidence, weighed.chains
     choice = choose(chains, weighed.trees, question.stack)
-    pick, stack = choice.pick, question.stack
-    unfit = why_not(stack, version_of(question), place, family.family)
+    unfit = why_not(question.stack, version_of(question), place, family.family)
     on = unfit is None and choice.expected >= PAYS
-    gate = gate_for(weighed, pick, place)
-    sampled = gate.rule if gate and evidence.rule == GREEDY else ""
-    request = request_time(question, evidence, pick if on else None, choice.expected)
-    served = serve(question, place, family.family, pick, evidence.rule) if on else None
-    return Advice(
-        verdict="on" if on else "off",
+    drafted = choice.pick if on else None
+    off = Advice(
+        verdict="off",
         reason=unfit or reason_of(choice),
         question=question,
         temperature=evidence.temperature,
         rule=evidence.rule,
         acceptance=evidence.mix.source,
         family=family,
-        pick=pick,
+        pick=choice.pick,
         expected=choice.expected,
         overhead=choice.overhead,
         why=choice.why,
@@ -135,18 +135,26 @@ def conclude(
         longest=evidence.longest,
         trees=weighed.trees[:SHOWN_TREES],
         by_batch=others,
-        gate=gate,
-        request=request,
-        serving=served or plain_line(question, place),
-        rollback=plan_of(stack) if on else [],
-        forbidden=FORBIDDEN[stack] if on else [],
-        telemetry=signals(question, pick, evidence, gate, request) if on else [],
-        notes=[
-            *evidence.notes,
-            *(for_draws(stack, sampled) if on else []),
-            *unproven(pick),
-            *edge_note(weighed, place),
-        ],
+        gate=gate_for(weighed, choice.pick, place),
+        request=request_time(question, evidence, drafted, choice.expected),
+        serving=plain_line(question, place),
+        notes=[*evidence.notes, *unproven(choice.pick), *edge_note(weighed, place)],
+    )
+    return turned_on(off, evidence, place) if on else off
+
+
+def turned_on(off: Advice, evidence: Evidence, place: Place) -> Advice:
+    """With the line that drafts, and what a drafting server is to be watched for."""
+    question, stack = off.question, off.question.stack
+    sampled = off.gate.rule if off.gate and evidence.rule == GREEDY else ""
+    return replace(
+        off,
+        verdict="on",
+        serving=serve(question, place, off.family.family, off.pick, evidence.rule),
+        rollback=plan_of(stack),
+        forbidden=FORBIDDEN[stack],
+        telemetry=signals(question, off.pick, evidence, off.gate, off.request),
+        notes=[*for_draws(stack, sampled), *off.notes],
     )
 
 
