@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from eval.candidates import Candidate, Chains, weigh_chains, weigh_trees
-from eval.choice import Choice, choose
+from eval.choice import Choice, choose, served
 from eval.evidence import GREEDY, Evidence, evidence_of_figures, evidence_of_report
 from eval.families import FamilyAdvice, choose_family, family_of_report
 from eval.heat import PAYS, Gate, gate_of
@@ -34,7 +34,7 @@ class AtBatch:
 
     batch: int
     chain: Candidate
-    tree: Candidate | None  # the best, whatever the stack can do
+    tree: Candidate | None  # the best that the stack serves
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Advice:
     around: list[Candidate]  # three chain lengths
     band: list[int]  # first and last chain length within 1 % of the best
     longest: int  # chain measured
-    trees: list[Candidate]
+    trees: list[Candidate]  # that the stack serves, the best few
     by_batch: list[AtBatch]
     gate: Gate | None
     request: RequestTime | None
@@ -86,7 +86,7 @@ def advise_on_report(report: EvalReport, question: Question, place: Place) -> Ad
     family = family_of_report(against_floor(report, weighed))
     sizes = sorted({one.batch for one in report.costs} | {question.batch})
     others = [
-        at_batch(Weighed.of(evidence_of_report(report, replace(question, batch=size))))
+        at_batch(Weighed.of(evidence_of_report(report, replace(question, batch=size))), question)
         for size in sizes
     ]
     return conclude(question, place, weighed, family, others)
@@ -100,8 +100,8 @@ def advise_on_figures(figures: Figures, question: Question, place: Place) -> Adv
     return conclude(question, place, weighed, choose_family(figures, question), [])
 
 
-def at_batch(weighed: Weighed) -> AtBatch:
-    tree = weighed.trees[0] if weighed.trees else None
+def at_batch(weighed: Weighed, question: Question) -> AtBatch:
+    tree = next((one for one in weighed.trees if served(one, question.stack)), None)
     return AtBatch(weighed.evidence.table.batch, weighed.chains.best, tree)
 
 
@@ -133,7 +133,7 @@ def conclude(
         around=chains.around,
         band=chains.band,
         longest=evidence.longest,
-        trees=weighed.trees[:SHOWN_TREES],
+        trees=[one for one in weighed.trees if served(one, question.stack)][:SHOWN_TREES],
         by_batch=others,
         gate=gate_for(weighed, choice.pick, place),
         request=request_time(question, evidence, drafted, choice.expected),
