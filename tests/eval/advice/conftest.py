@@ -17,6 +17,7 @@ from eval.report import (
     GroupFigures,
     Intervals,
     Lossless,
+    PromptCounts,
     TemperatureFigures,
     TrainingEstimate,
 )
@@ -134,10 +135,18 @@ def report(made: Made) -> EvalReport:
         rank_hits=hits,
         by_temperature=[heated(*key, curve) for key, curve in made.heat.items()],
         training_estimate=TrainingEstimate(1.7, 1.6, counted.tau, 2.0, "formula"),
-        **{"prompts": 20, "by_prompt": [], "timings": []},
+        **{"prompts": 20, "by_prompt": [prompt_of(counted)], "timings": []},
         settings=settings,
         data=DataOrigin(["p"], 20, {}, 20, 0, ["t"], 90, 10, 512, 1.7),
         **{"provenance": {}, "warnings": []},
+    )
+
+
+def prompt_of(one: Counters) -> PromptCounts:
+    """All rounds as those of one prompt."""
+    return PromptCounts(
+        *("p1", "json", "d1", False, one.rounds, one.drafted, one.tested, one.tokens),
+        *(one.accepted_by_depth, one.reached_by_depth, 0.7 * one.tested, one.tested),
     )
 
 
