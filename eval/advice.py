@@ -1,11 +1,11 @@
 """The advice: what to serve, how, and when to stop, as one record with its arithmetic."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from eval.candidates import Candidate, Chains, weigh_chains, weigh_trees
-from eval.choice import Choice, choose
-from eval.evidence import Evidence, evidence_of_figures, evidence_of_report
+from eval.choice import Choice, choose, served
+from eval.evidence import GREEDY, Evidence, evidence_of_figures, evidence_of_report
 from eval.families import FamilyAdvice, choose_family, family_of_report
 from eval.heat import PAYS, Gate, gate_of
 from eval.question import Figures, Question, check_figures, check_question
@@ -15,6 +15,7 @@ from eval.serving import (
     FORBIDDEN,
     Place,
     Serving,
+    for_draws,
     plain_line,
     plan_of,
     serve,
@@ -33,7 +34,7 @@ class AtBatch:
 
     batch: int
     chain: Candidate
-    tree: Candidate | None  # the best, whatever the stack can do
+    tree: Candidate | None  # the best that the stack serves
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,15 @@ class Advice:
     around: list[Candidate]  # three chain lengths
     band: list[int]  # first and last chain length within 1 % of the best
     longest: int  # chain measured
-    trees: list[Candidate]
+    trees: list[Candidate]  # that the stack serves, the best few
     by_batch: list[AtBatch]
     gate: Gate | None
     request: RequestTime | None
     serving: Serving
-    rollback: list[str]  # this and the next two are empty where nothing is drafted
-    forbidden: list[str]
-    telemetry: list[Signal]
     notes: list[str]
+    rollback: list[str] = field(default_factory=list)  # empty, as the next two, where it is off
+    forbidden: list[str] = field(default_factory=list)
+    telemetry: list[Signal] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def advise_on_report(report: EvalReport, question: Question, place: Place) -> Ad
     family = family_of_report(against_floor(report, weighed))
     sizes = sorted({one.batch for one in report.costs} | {question.batch})
     others = [
-        at_batch(Weighed.of(evidence_of_report(report, replace(question, batch=size))))
+        at_batch(Weighed.of(evidence_of_report(report, replace(question, batch=size))), question)
         for size in sizes
     ]
     return conclude(question, place, weighed, family, others)
@@ -99,47 +100,61 @@ def advise_on_figures(figures: Figures, question: Question, place: Place) -> Adv
     return conclude(question, place, weighed, choose_family(figures, question), [])
 
 
-def at_batch(weighed: Weighed) -> AtBatch:
-    tree = weighed.trees[0] if weighed.trees else None
+def at_batch(weighed: Weighed, question: Question) -> AtBatch:
+    tree = next((one for one in weighed.trees if served(one, question.stack)), None)
     return AtBatch(weighed.evidence.table.batch, weighed.chains.best, tree)
 
 
 def conclude(
-    question: Question, place: Place, weighed: Weighed, family: FamilyAdvice, others: list[AtBatch]
+    question: Question,
+    place: Place,
+    weighed: Weighed,
+    family: FamilyAdvice,
+    others: list[AtBatch],
 ) -> Advice:
     """Pick, judge, and put together what serving it takes."""
     evidence, chains = weighed.evidence, weighed.chains
     choice = choose(chains, weighed.trees, question.stack)
-    pick, stack = choice.pick, question.stack
-    unfit = why_not(stack, version_of(question), place, family.family)
+    unfit = why_not(question.stack, version_of(question), place, family.family)
     on = unfit is None and choice.expected >= PAYS
-    gate = gate_for(weighed, pick, place)
-    request = request_time(question, evidence, pick if on else None, choice.expected)
-    served = serve(question, place, family.family, pick, evidence.rule) if on else None
-    return Advice(
-        verdict="on" if on else "off",
+    drafted = choice.pick if on else None
+    off = Advice(
+        verdict="off",
         reason=unfit or reason_of(choice),
         question=question,
         temperature=evidence.temperature,
         rule=evidence.rule,
         acceptance=evidence.mix.source,
         family=family,
-        pick=pick,
+        pick=choice.pick,
         expected=choice.expected,
         overhead=choice.overhead,
         why=choice.why,
         around=chains.around,
         band=chains.band,
         longest=evidence.longest,
-        trees=weighed.trees[:SHOWN_TREES],
+        trees=[one for one in weighed.trees if served(one, question.stack)][:SHOWN_TREES],
         by_batch=others,
-        gate=gate,
-        request=request,
-        serving=served or plain_line(question, place),
-        rollback=plan_of(stack) if on else [],
-        forbidden=FORBIDDEN[stack] if on else [],
-        telemetry=signals(question, pick, evidence, gate, request) if on else [],
-        notes=[*evidence.notes, *unproven(pick), *edge_note(weighed, place)],
+        gate=gate_for(weighed, choice.pick, place),
+        request=request_time(question, evidence, drafted, choice.expected),
+        serving=plain_line(question, place),
+        notes=[*evidence.notes, *unproven(choice.pick), *edge_note(weighed, place)],
+    )
+    return turned_on(off, evidence, place) if on else off
+
+
+def turned_on(off: Advice, evidence: Evidence, place: Place) -> Advice:
+    """With the line that drafts, and what a drafting server is to be watched for."""
+    question, stack = off.question, off.question.stack
+    sampled = off.gate.rule if off.gate and evidence.rule == GREEDY else ""
+    return replace(
+        off,
+        verdict="on",
+        serving=serve(question, place, off.family.family, off.pick, evidence.rule),
+        rollback=plan_of(stack),
+        forbidden=FORBIDDEN[stack],
+        telemetry=signals(question, off.pick, evidence, off.gate, off.request),
+        notes=[*for_draws(stack, sampled), *off.notes],
     )
 
 

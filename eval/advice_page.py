@@ -71,12 +71,8 @@ def load_part(advice: Advice) -> list[str]:
     return [f"Load: {', '.join(said)}. Acceptance: {advice.acceptance}."]
 
 
-def row(one: Candidate) -> list[str]:
-    measured = "not timed" if one.measured is None else f"{one.measured:.3f}"
-    return [one.shape, str(one.nodes), one.worked, one.tau_from, measured, span(one.interval)]
-
-
-HEAD = ["shape", "guesses", "predicted", "tokens from", "measured", "95 %"]
+def timing(one: Candidate) -> list[str]:
+    return ["not timed" if one.measured is None else f"{one.measured:.3f}", span(one.interval)]
 
 
 def chain_part(advice: Advice) -> list[str]:
@@ -88,7 +84,10 @@ def chain_part(advice: Advice) -> list[str]:
     return [
         f"## N: {length}",
         f"{FORMULA}.",
-        table(HEAD, [row(one) for one in advice.around]),
+        table(
+            ["N", "predicted", "measured", "95 %"],
+            [[one.shape, one.worked, *timing(one)] for one in advice.around],
+        ),
         f"{same} within 1 % of the best prediction; chains of 1 to {advice.longest} were weighed. "
         f"{overhead_said(advice.overhead)} {advice.why[0]}",
     ]
@@ -107,19 +106,26 @@ def tree_part(advice: Advice) -> list[str]:
     picked = "none" if advice.pick.is_chain or advice.verdict == "off" else advice.pick.shape
     parts = [f"## Tree: {picked}", *advice.why[1:]]
     if advice.trees:
-        parts.append(table(HEAD, [row(one) for one in advice.trees]))
+        head = ["tree", "guesses", "predicted", "tokens from", "measured", "95 %"]
+        rows = [
+            [one.shape, str(one.nodes), one.worked, one.tau_from, *timing(one)]
+            for one in advice.trees
+        ]
+        parts.append(table(head, rows))
     if len(advice.by_batch) > 1:
-        parts.append(table(["batch", "chain", "predicted", "tree", "predicted"], by_batch(advice)))
+        parts.append(by_batch(advice))
     return parts
 
 
-def by_batch(advice: Advice) -> list[list[str]]:
+def by_batch(advice: Advice) -> str:
     """Where the tree stops paying: predictions alone, at every batch size of the report."""
-    rows: list[list[str]] = []
-    for one in advice.by_batch:
-        tree = ["-", "-"] if one.tree is None else [one.tree.shape, one.tree.worked]
-        rows.append([str(one.batch), one.chain.shape, one.chain.worked, *tree])
-    return rows
+    rows = [[str(one.batch), one.chain.shape, one.chain.worked] for one in advice.by_batch]
+    if all(one.tree is None for one in advice.by_batch):
+        return table(["batch", "best N", "predicted"], rows)
+    trees = [one.tree for one in advice.by_batch]
+    more = [["-", "-"] if tree is None else [tree.shape, tree.worked] for tree in trees]
+    whole = [[*row, *cells] for row, cells in zip(rows, more, strict=True)]
+    return table(["batch", "best N", "predicted", "tree", "predicted"], whole)
 
 
 def gate_part(advice: Advice) -> list[str]:

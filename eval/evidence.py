@@ -201,8 +201,7 @@ def table_for(report: EvalReport, batch: int) -> tuple[CostTable, list[str]]:
         notes.append(
             f"Batch {batch} was not measured (only {', '.join(map(str, sizes))}): the costs of "
             f"batch {nearest} stand in, and beyond the largest they flatter the draft. Measure "
-            "with "
-            f"python -m eval.main run.name={report.settings.run} "
+            f"with python -m eval.main run.name={report.settings.run} "
             f"eval.batch_sizes=[{','.join(map(str, sorted({*sizes, batch})))}]."
         )
     elif batch not in sizes:
@@ -217,8 +216,8 @@ def doubtful(table: CostTable) -> list[str]:
     if least >= 1 - CHEAPER:
         return []
     return [
-        f"Costs are not to be trusted: verifying {n} tokens took {least:.2f} of a plain step, "
-        "which no machine does that has nothing else to do. Measure again on an idle one."
+        f"Costs are not to be trusted: verifying {n} tokens took {least:.2f} of a plain step, as "
+        "happens where a machine has other work. Measure again on an idle one."
     ]
 
 

@@ -108,7 +108,8 @@ def gate_of(heat: Heat, rule: str, n: int, cost: float, run: str) -> Gate:
 
     A chain longer than a reading's depth is counted to that depth, which is too few tokens.
     """
-    rule = rule if rule != "greedy" else heat.rules()[0]
+    if rule == "greedy":  # says nothing of the draws: those of the rule with the most tokens
+        rule = max(heat.rules(), key=lambda one: heat.by_rule(one)[-1].tau(n))
     readings = heat.by_rule(rule)
     points = [GatePoint(one.temperature, one.tau(n), one.tau(n) / cost) for one in readings]
     edge = crossing(points)

@@ -62,6 +62,10 @@ def version_of(question: Question) -> str:
 
 def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | None:
     """Why this stack cannot serve the head, in a sentence; None when it can."""
+    if stack is Stack.eyrie and family is not EAGLE3:
+        return (
+            f"Eyrie's loop runs EAGLE-3 heads alone, and a {family.name} is advised: name a stack"
+        )
     if stack is Stack.eyrie or family is not EAGLE3:
         return None
     if Version(version) < Version(FIRST[stack]):
@@ -108,6 +112,20 @@ def serve(question: Question, place: Place, family: Family, pick: Candidate, rul
         )
     before = place.export if exported else None
     return Serving(question.stack.value, version, before, line, notes)
+
+
+def for_draws(stack: Stack, rule: str) -> list[str]:
+    """What a server for greedy requests needs besides, to sample as ``rule`` was measured."""
+    knobs = {
+        Stack.vllm: '"draft_sample_method": "probabilistic" in the config',
+        Stack.sglang: "--speculative-use-rejection-sampling",
+    }
+    if rule != "rejection" or stack not in knobs:
+        return []
+    return [
+        f"Above temperature 0 the gate holds for drawn drafts: with {knobs[stack]}. Without it "
+        "drafts are the argmax, whose acceptance is another (eval.rule=argmax_draft measures it)."
+    ]
 
 
 def at_once(batch: int) -> str:
@@ -160,12 +178,16 @@ def sglang_line(place: Place, family: Family, pick: Candidate, rule: str) -> tup
     if family.sglang != "NGRAM":
         words.append(f"--speculative-num-steps {pick.depth} --speculative-eagle-topk {top_k}")
     words.append(f"--speculative-num-draft-tokens {pick.nodes + 1}")  # the root counts there
-    notes = ["The folder that --to vllm exports serves SGLang, too: read in its source, not run."]
-    if rule == "rejection":
+    notes = ["Read in SGLang's source, not run."]
+    if family is EAGLE3:
+        notes = [
+            "The folder that --to vllm exports serves SGLang, too: read in its source, not run."
+        ]
+    if rule == "rejection" and top_k == 1:
         words.append("--speculative-use-rejection-sampling")
         notes.append(
-            "Rejection by drawn drafts is of SGLang's pull request 26312 and needs top-k 1; a "
-            "version without that option verifies one-hot: ask again with --accept argmax_draft."
+            "Rejection by drawn drafts came with SGLang's pull request 26312: a version without "
+            "that option verifies one-hot; ask again with --accept argmax_draft."
         )
     if place.config and (place.config.fc_norm or place.config.norm_output):
         notes.append("The head's fc_norm or norm_output needs SGLang's pull request 24663.")
