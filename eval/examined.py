@@ -119,7 +119,13 @@ def aux_layers_of(head: Path) -> list[int]:
     """The verifier layers whose states the head reads."""
     if (head / CONFIG).is_file():
         return DraftConfig.from_json((head / CONFIG).read_text()).aux_layers
-    return draft_config_of(json.loads((head / EXPORTED).read_text(encoding="utf-8"))).aux_layers
+    try:
+        config = json.loads((head / EXPORTED).read_text(encoding="utf-8"))
+        return draft_config_of(config).aux_layers
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{head / EXPORTED}: not what launch.export writes ({error}); export the head again"
+        ) from error
 
 
 def draft_of(

@@ -66,7 +66,7 @@ class DraftConfig:
     def from_json(cls, text: str) -> "DraftConfig":
         try:
             return cls(**json.loads(text))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"draft.json: not a draft of this version ({error})") from error
 
 

@@ -272,6 +272,14 @@ def test_command_without_a_run_names_the_way_out(run_folder: Path):
         lossless.main([])
 
 
+@pytest.mark.parametrize("name", ["draft.json", "config.json"])
+@pytest.mark.parametrize("content", ["{", "3", "[]"])
+def test_a_broken_head_is_one_sentence(tmp_path: Path, name: str, content: str):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        lossless.main([str(tmp_path), "--verifier", "x", "--prompts", "y"])
+
+
 def test_bad_heads_and_shapes_name_the_way_out(run_folder: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"holds no head, neither draft\.json nor"):
