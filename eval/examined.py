@@ -94,7 +94,7 @@ def settings_of(request: Request) -> RunConfig:
         None,
     )
     if saved is not None:
-        cfg = load_saved(saved)
+        cfg = settings_in(saved, request.verifier is not None)
     elif request.verifier is None:
         raise ConfigError(
             f"{head}: lies in no run, so its verifier is unknown; give it with --verifier"
@@ -105,6 +105,20 @@ def settings_of(request: Request) -> RunConfig:
         layers = aux_layers_of(head)
         cfg = replace(cfg, verifier=VerifierSection(path=request.verifier, aux_layers=layers))
     return cfg
+
+
+def settings_in(saved: Path, dispensable: bool) -> RunConfig:
+    """A run's; ``dispensable``: those of another version are named and done without."""
+    try:
+        return load_saved(saved)
+    except ConfigError as error:
+        if not dispensable:
+            raise ConfigError(
+                f"{saved}: not of this version ({error}); give --verifier and --prompts, which do "
+                "without it"
+            ) from error
+        note_once(f"{saved} is not of this version and not used ({error})")
+        return RunConfig()
 
 
 def aux_layers_of(head: Path) -> list[int]:

@@ -207,6 +207,7 @@ def test_only_unseen_prompts_are_refused(cfg: RunConfig, tmp_path: Path):
 
 
 def test_later_turns_follow_the_verifiers_own_answers(verifier: Verifier, make_draft):
+    """User report B84: earlier turns are the verifier's own answers, and every turn counts."""
     settings = DecodeSettings(6, [], chain(2))
     turns = (Turn("system", "s"), Turn("user", "one"), Turn("user", "two"))
     prompt = EvalPrompt("p", "t", None, turns)

@@ -271,6 +271,21 @@ def test_command_takes_any_exported_head(run_folder: Path, little, capsys, tiny_
     assert "3 of 3 prompts token-identical" in capsys.readouterr().out
 
 
+def test_a_run_of_another_version_needs_a_verifier(
+    run_folder: Path, little, capsys, tiny_verifier: Path
+):
+    config = run_folder / "config.yaml"
+    config.write_text(config.read_text() + "\nnonsense:\n  batch_size: 8\n")
+    words = [str(run_folder / "best"), "--quick", "--new-tokens", "4"]
+    with pytest.raises(ConfigError, match=r"config\.yaml: not of this version .*nonsense.*give"):
+        lossless.main(words)
+    words += ["--verifier", str(tiny_verifier), "--prompts", "prompts.jsonl"]
+    assert lossless.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "is not of this version and not used" in printed
+    assert "3 of 3 prompts token-identical" in printed
+
+
 def test_command_fails_on_a_difference(run_folder: Path, little, capsys, monkeypatch):
     broken(monkeypatch, at=5)
     prompts = str(run_folder.parent.parent / "prompts.jsonl")

@@ -159,6 +159,7 @@ def test_ranks_and_temperatures(made: SimpleNamespace):
 
 
 def test_what_training_foretold_stands_beside_the_measured(made: SimpleNamespace, tmp_path):
+    """User report B86: the estimate of a product of accuracies, beside what was measured."""
     found = made.report().training_estimate
     assert found.held_out_tau == 1.7
     assert found.held_out_tau_if_independent == 1 + 0.5 + 0.25 + 0.125

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +22,39 @@ from transformers.modeling_utils import PreTrainedModel
 
 from conf.runtime import RankInfo
 from conf.schema import (
+    FULL,
     Attention,
     CaptureSection,
     ConfigError,
     Device,
     DraftSection,
+    HeadInit,
     Precision,
     RunConfig,
     StateDtype,
     VerifierSection,
 )
+from conf.shapes import parse_shape
 from data.capture import capture
 from data.loader import TrainLoader
 from data.prepare import find_prepared, prepare
 from data.reader import ShardReader
+from eval.decode import DecodeSettings, decode
 from models.architecture import auto_class
 from models.branches import Branches
+from models.eagle3 import DraftConfig, DraftOutput, Eagle3Draft
 from models.export.card import CardFacts, DataFacts
 from models.export.read import read_head
 from models.export.vllm import export
 from models.kv import KVCache
 from models.masks import Reach
 from models.verifier import Verifier, VerifierStates, load_ends, scaled_logits, tensor_files
+from models.vocab import DraftVocab
 from train.loop import build, row_weights
 
 CPU = torch.device("cpu")
 ALONE = RankInfo(0, 1, 0)
+SLOW = pytest.mark.slow
 LENGTH, WINDOW = 40, 16
 SIZES = {
     "vocab_size": 128,
@@ -406,6 +414,74 @@ def test_a_cache_without_the_window_gives_other_states(name: str, saved: Callabl
     wanted = verifier.states(ids)
     assert worst(found, wanted, [n + 4 for n in SHARES]) > 1e-3
     assert apart(found.last[2], wanted.last[2, 5:9]) < 1e-4  # within it the two are one
+
+
+class Leaning(Eagle3Draft):
+    """A random head that leans towards the last successor of a token in texts it has seen."""
+
+    following: Tensor  # [V]
+
+    def share_of(self, tokens: Tensor, asks: bool = True) -> Tensor:
+        self.tokens = tokens
+        return super().share_of(tokens, asks)
+
+    def forward(
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memory, known: bool = False
+    ) -> DraftOutput:
+        output = super().forward(share, hidden, positions, memory, known)
+        beside = self.tokens[..., None].to(output.normed.dtype)
+        return DraftOutput(output.hidden, torch.cat([output.normed, beside], -1))
+
+    def logits(self, normed: Tensor) -> Tensor:
+        token = self.following[normed[..., -1].long()]
+        return (
+            super()
+            .logits(normed[..., :-1])
+            .scatter_add(
+                -1, self.to_draft_ids(token)[..., None], torch.full(token.shape, 9.0)[..., None]
+            )
+        )
+
+
+def leaning(section: VerifierSection, verifier: Verifier, texts: list[list[int]]) -> Leaning:
+    draft = Leaning(DraftConfig.of(DraftSection(vocab_size=FULL), verifier.facts))
+    ends = load_ends(section, Path(section.path), torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        draft.initialise(ends, DraftVocab.from_counts(torch.ones(128), 128), HeadInit.verifier)
+    draft.following = torch.zeros(128, dtype=torch.long)
+    for text in texts:
+        for token, following in pairwise(text):
+            draft.following[token] = following
+    return draft.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["2x2"], pytest.param(["4", "3x1x2", "dynamic:nodes=7,depth=3,top_k=3"], marks=SLOW)],
+    ids=["a tree", "other shapes"],
+)
+def test_rounds_emit_the_greedy_text(section, verifier: Verifier, names: list[str]):
+    """Three ragged prompts, within the window, about to leave it and beyond it, with a draft.
+
+    The text is that of whole forwards, alone and without a cache; which parts of a tree stand moves
+    rows of every layer about. There is no family here that decoding refuses.
+    """
+    ids, size = some_ids(3), 10
+    prompts = [ids[row, :length].tolist() for row, length in enumerate(SHARES)]
+    wanted: list[list[int]] = []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(size):
+            last = verifier.states(torch.tensor([text])).last[0, -1]
+            text.append(int(verifier.logits_from(last).argmax()))
+        wanted.append(text[len(prompt) :])
+    draft = leaning(section, verifier, wanted)
+    for name in names:
+        settings = DecodeSettings(size, eos_ids=[], shape=parse_shape(name, "shape"))
+        found = decode(verifier, draft, prompts, settings).generations
+        assert [one.tokens for one in found] == wanted
+        assert any(r.accepted for one in found for r in one.rounds)
 
 
 # ---- a head that follows them ---------------------------------------------------------------

@@ -65,6 +65,18 @@ def test_the_whole_job_leaves_all_its_files(place, finished: Path):
     assert "best held-out tau" in (finished / "train.log").read_text()
 
 
+def test_the_best_head_is_the_one_of_the_highest_held_out_tau(place, finished: Path):
+    """User report B29: neither the last one nor that of the lowest loss."""
+    rows = place.lines("whole")
+    taus = {row["step"]: row["held_out"]["tau"] for row in rows if "held_out" in row}
+    assert len(taus) == place.STEPS // 4 and len(set(taus.values())) > 1
+    kept = json.loads((finished / "best" / "acceptance.json").read_text())
+    assert kept["tau"] == pytest.approx(max(taus.values()))
+    best = max(taus, key=lambda step: taus[step])
+    said = (finished / "train.log").read_text()
+    assert f"best held-out tau {taus[best]:.3f} at step {best}: " in said
+
+
 def test_a_checkpoint_holds_the_draft_and_its_optimizer_alone(place, finished: Path):
     folder = finished / "checkpoints" / f"step-{place.STEPS:08d}"
     with safe_open(finished / "best" / "draft.safetensors", "pt") as file:
