@@ -255,7 +255,7 @@ def largest_gap(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("padding", [0, 1, 7, 64])
 def test_padding_on_the_right_changes_nothing(padding: int):
-    """States and logits of a prompt, and of the step after it, with and without a cache."""
+    """User report B81: states and logits of a prompt and the step after it, cached or not."""
     model = llama(torch.float32)
     prompt, more = text(1, 11), text(1, 3, seed=2)
     wanted, after = hidden(model, prompt), hidden(model, torch.cat([prompt, more], 1))
@@ -270,7 +270,7 @@ def test_padding_on_the_right_changes_nothing(padding: int):
 
 
 def test_a_ragged_batch_is_never_padded_on_the_left():
-    """Sequences start at row and position 0 and end where they end; the left would move them."""
+    """User report B81: sequences start at row and position 0; the left would move them."""
     model = llama(torch.float32)
     lengths, ids, more = [11, 4], text(2, 11), text(2, 1, seed=2)
     cache = cache_for(model, 2)
