@@ -1,6 +1,5 @@
 """The shapes of guesses that are weighed: tokens a round over the measured cost of a round."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -113,16 +112,11 @@ def weigh_chains(mix: Mix, table: CostTable, timed: Timed, longest: int) -> Chai
             tau=mix.tau(n),
             tau_from="survival by depth",
             verify=interpolate(table.verify, n + 1),
-            draft=drafting(table, [1] * (n - 1)),
+            draft=table.drafting([1] * (n - 1)),
             rest=table.rest,
         )
         found.append(timed.of(one))
     return Chains(found)
-
-
-def drafting(table: CostTable, levels: Sequence[int]) -> float:
-    """The draft's part of ``CostTable.round_cost``."""
-    return table.draft_first + math.fsum(interpolate(table.draft_next, n) for n in levels)
 
 
 def weigh_trees(
@@ -166,7 +160,7 @@ def weigh_tree(shape: StaticShape, rates: HitRates, scale: float, table: CostTab
         tau=expected_tokens_of_tree(shape, rates) * scale,
         tau_from="hit rates of ranks",
         verify=interpolate(table.verify, shape.nodes + 1),
-        draft=drafting(table, shape.fed),
+        draft=table.drafting(shape.fed),
         rest=table.rest,
     )
 

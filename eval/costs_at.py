@@ -44,6 +44,7 @@ def table_of_speeds(batch: int, chains: Sequence[ShapeSpeed]) -> CostTable:
     ordered = sorted(chains, key=lambda one: one.n)
     first, last = ordered[0], ordered[-1]
     step = (last.d - first.d) / (last.n - first.n) if last.n > first.n else first.c
+    step = max(0.0, step)  # noise: no guess is drafted in less than no time
     return CostTable(
         batch=batch,
         context=0,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conf.runtime import progress
 from conf.shapes import parse_shape
-from eval.counting import chi_square_p
+from eval.chi_square import chi_square_p
 from eval.propose import Proposal, propose
 from eval.round_plan import RoundPlan
 from eval.rounds import judge_proposal

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from eval.acceptance import AcceptanceReport
 from eval.report import DataOrigin, TrainingEstimate
+from eval.theory import expected_tokens
 
 FORMULA = "1 + alpha + ... + alpha^N = (1 - alpha^(N+1)) / (1 - alpha)"
 
@@ -33,19 +34,14 @@ def read_held_out(draft_folder: Path) -> HeldOut:
     return HeldOut(found["tau"], found.get("alpha"), None if depths is None else len(depths))
 
 
-def independent_tau(alpha: float, n: int) -> float:
-    """Expected tokens a round if every guess stood with probability alpha, whatever came before."""
-    return n + 1.0 if alpha == 1 else (1 - alpha ** (n + 1)) / (1 - alpha)
-
-
 def foretell(accepted: AcceptanceReport, n_draft: int, data: DataOrigin) -> TrainingEstimate:
     """Training's figures and the formula's, beside what was measured."""
     alpha, depth = data.held_out_alpha, data.held_out_depth
-    held_out = None if alpha is None or depth is None else independent_tau(alpha, depth)
+    held_out = None if alpha is None or depth is None else expected_tokens(alpha, depth)
     return TrainingEstimate(
         held_out_tau=data.held_out_tau,
         held_out_tau_if_independent=held_out,
         tau=accepted.tau,
-        tau_if_independent=independent_tau(accepted.alpha, n_draft),
+        tau_if_independent=expected_tokens(accepted.alpha, n_draft),
         formula=FORMULA,
     )

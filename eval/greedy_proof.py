@@ -23,7 +23,6 @@ from models.eagle3 import Eagle3Draft
 from models.kv import KVCache
 from models.verifier import Verifier
 
-ALONE = 8  # prompts for batch 1: a step costs a third of what a step of ten sequences does
 TOGETHER = 16  # answers whose rounding is measured side by side
 
 
@@ -79,25 +78,21 @@ class Exam:
     refused: int = 0  # prompts that the chat template does not take
 
     def answers(self, way: Way) -> list[Generation]:
-        """Of all prompts, in their order; alone, of the first ``ALONE``."""
-        prompts = self.prompts[:ALONE] if way.batch == 1 else self.prompts
+        """Of all prompts, in their order."""
         draft = None if way.shape is None else self.draft
         settings = replace(self.settings, shape=way.shape)
-        starts = range(0, len(prompts), way.batch)
+        starts = range(0, len(self.prompts), way.batch)
         dtype = str(self.verifier.dtype).removeprefix("torch.")
         found: list[Generation] = []
         for start in progress(starts, len(starts), f"{dtype}, {way.name}", "batch"):
-            group = prompts[start : start + way.batch]
+            group = self.prompts[start : start + way.batch]
             found += decode(self.verifier, draft, group, settings).generations
         return found
 
 
-def prove_greedy(exam: Exam, ways: Sequence[Way]) -> list[GreedyCheck]:
-    """Answer every prompt plainly in the largest batch, then in each way, and grade what differs.
-
-    Plain decoding of single sequences is one of the ways, if it is to be proved, too.
-    """
-    plain = exam.answers(Way(None, max(way.batch for way in ways)))
+def prove_greedy(exam: Exam, reference: int, ways: Sequence[Way]) -> list[GreedyCheck]:
+    """Answer every prompt plainly, ``reference`` at once, then in each way; grade what differs."""
+    plain = exam.answers(Way(None, reference))
     found = [Parted.of(exam, way, plain) for way in ways]
     allowed = [0.0] * len(plain)
     if exam.verifier.dtype != torch.float32 and any(one.differences for one in found):
@@ -116,7 +111,7 @@ class Parted:
     @classmethod
     def of(cls, exam: Exam, way: Way, plain: Sequence[Generation]) -> "Parted":
         others = exam.answers(way)
-        pairs = zip(exam.prompts, plain, others, strict=False)  # alone, the first ones
+        pairs = zip(exam.prompts, plain, others, strict=True)
         found = [compare(exam.verifier, *pair, index) for index, pair in enumerate(pairs)]
         return cls(way, len(others), [one for one in found if one is not None])
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from conf.runtime import say, write_atomically
 from eval.html_page import render_html
-from eval.page import render_page
+from eval.page import headline, render_page
 from eval.report import EvalReport, to_json
 from eval.report_plots import draw_report
-from eval.screen import terminal_lines
+from eval.tables import aligned, shown
 
 
 def publish(report: EvalReport, run: Path) -> None:
@@ -22,3 +22,22 @@ def publish(report: EvalReport, run: Path) -> None:
         say(line)
     say(f"\n{folder / 'report.md'}")
     say(str(folder / "report.html"))
+
+
+def terminal_lines(report: EvalReport) -> list[str]:
+    """Headline and table of shapes, columns aligned."""
+    base = report.baselines
+    head = ["guesses", "τ", "v", "d", "c", "predicted", "decode", "end to end", "tok/s"]
+    without = f"{base.plain_tokens_per_second_decode:.1f}"
+    rows = [["none", "1.000", "", "", "", "", "1.000", "1.000", without]]
+    for at in [*report.by_n.values(), *report.by_tree.values()]:
+        figures = [at.tau, at.v, at.d, at.c, at.predicted_speedup, at.speedup_decode]
+        cells = [shown(value) for value in [*figures, at.speedup_end_to_end]]
+        rows.append([at.label, *cells, f"{at.tokens_per_second_decode:.1f}"])
+    return [
+        *aligned(["", "value", "95 %"], [line[:3] for line in headline(report)]),
+        "",
+        *aligned(head, rows),
+        *([""] if report.warnings else []),
+        *[f"note: {warning}" for warning in report.warnings],
+    ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eval.acceptance import RANKS
 from eval.propose import Proposal, top_ranks
 from eval.round_plan import RoundPlan
 from eval.tree_verify import walk_certain, walk_drawn, walk_greedy
@@ -21,7 +22,6 @@ from eval.verify import (
 from models.sampling import Dice, Sampling, probabilities
 
 PLAIN_SOFTMAX = Sampling(temperature=1.0)
-RANKS = 10  # ranks told apart of the verifier's token among the draft's
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,9 @@ class TargetDecoder:
         ``line``: the guesses are a chain, which leaves every row where it is.
         """
         longest = max(accepted)
+        self.cache.commit(path, accepted, line)
         if line:
-            self.cache.advance([n + 1 for n in accepted])
             return self.states.aux[:, : longest + 1]
-        self.cache.commit(path, accepted)
         rows = torch.cat([torch.zeros_like(path[:, :1]), path[:, :longest]], -1)
         width = self.states.aux.shape[-1]
         return self.states.aux.gather(1, rows[..., None].expand(-1, -1, width))

@@ -3,6 +3,7 @@
 Every ratio is to one plain step of our own loop at the same batch size and precision.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.acceptance import Interval
@@ -24,12 +25,15 @@ class CostTable:
     draft_next: dict[int, float]  # nodes of a later level fed to the draft -> its time
     rest: float  # of a round: judging, bookkeeping, caches
 
-    def round_cost(self, nodes: int, levels: list[int]) -> float:
+    def round_cost(self, nodes: int, levels: Sequence[int]) -> float:
         """Plain steps that a round costs: ``nodes`` guesses, ``levels`` the sizes of the levels
         the draft is fed, which are all but the last. Between measured sizes it is interpolated.
         """
-        drafting = self.draft_first + sum(interpolate(self.draft_next, n) for n in levels)
-        return drafting + interpolate(self.verify, nodes + 1) + self.rest
+        return self.drafting(levels) + interpolate(self.verify, nodes + 1) + self.rest
+
+    def drafting(self, levels: Sequence[int]) -> float:
+        """The draft's part of it."""
+        return self.draft_first + sum(interpolate(self.draft_next, n) for n in levels)
 
 
 def interpolate(points: dict[int, float], at: int) -> float:

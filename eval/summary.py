@@ -19,7 +19,7 @@ from eval.acceptance import (
     total,
 )
 from eval.cautions import list_warnings
-from eval.foretold import foretell, independent_tau
+from eval.foretold import foretell
 from eval.measure import ExactRuns, PromptRuns, count, count_answers, count_floor, count_ranks
 from eval.ngram import NgramTable
 from eval.positions import beyond_training, by_absolute, by_generated
@@ -37,6 +37,7 @@ from eval.report import (
 )
 from eval.speed_report import LIBRARY, SpeedAtBatch, SpeedFigures
 from eval.temperatures import TemperatureRuns
+from eval.theory import expected_tokens
 
 SEED = 0  # of the bootstrap
 
@@ -66,7 +67,7 @@ def build_report(
         alpha_by_depth=accepted.alpha_by_depth,
         survival_by_depth=accepted.survival_by_depth,
         alpha_tv=mean_overlap(top),
-        tau_if_independent=independent_tau(accepted.alpha, section.n_draft),
+        tau_if_independent=expected_tokens(accepted.alpha, section.n_draft),
         ngram_floor=floor_of(top, measured.table, section),
         c=best.c,
         speedup_decode=best.speedup_decode,

@@ -108,12 +108,6 @@ def best_n_of_alpha(alpha: float, c: float, verify_cost: float = 0.0, max_n: int
     return best_n([expected_tokens(alpha, n) for n in range(max_n + 1)], c, verify_cost)
 
 
-def best_n_of_survival(survival: Sequence[float], c: float, verify_cost: float = 0.0) -> Best:
-    """``best_n`` among the depths that were measured."""
-    depths = range(len(survival) + 1)
-    return best_n([expected_tokens_of_survival(survival, n) for n in depths], c, verify_cost)
-
-
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for; empty lists: the tables over all of them."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conf.shapes import DynamicShape, parse_shape
-from eval.counting import chi_square_p
+from eval.chi_square import chi_square_p
 from eval.propose import Proposal, lay_out, propose
 from eval.round_plan import RoundPlan
 from eval.rounds import judge_proposal

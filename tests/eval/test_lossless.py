@@ -35,16 +35,9 @@ WAYS = [Way(parse_shape(name, "x"), batch) for name in SHAPES for batch in (1, 2
 
 
 def test_every_way_gives_the_plain_tokens(verifier: Verifier, make_draft):
-    checks = prove_greedy(Exam(verifier, make_draft(), PROMPTS, SETTINGS), [*WAYS, Way(None, 1)])
+    checks = prove_greedy(Exam(verifier, make_draft(), PROMPTS, SETTINGS), 1, [*WAYS, Way(None, 1)])
     assert [(one.checked, one.identical) for one in checks] == [(3, 3)] * 7
     assert all(one.passed for one in checks)
-
-
-def test_single_sequences_are_the_first_prompts_alone(verifier: Verifier, make_draft, monkeypatch):
-    monkeypatch.setattr(greedy_proof, "ALONE", 2)
-    exam = Exam(verifier, make_draft(), PROMPTS, SETTINGS)
-    checks = prove_greedy(exam, [Way(None, 1), *WAYS[:2]])
-    assert [(one.checked, one.identical) for one in checks] == [(2, 2), (2, 2), (3, 3)]
 
 
 def broken(monkeypatch, at: int) -> None:
@@ -67,7 +60,7 @@ def test_a_wrong_token_is_no_tie(verifier: Verifier, make_draft, monkeypatch):
     """User report B71: it is far below the highest logit, by more than rounding can close."""
     exam = Exam(verifier, make_draft(), PROMPTS, SETTINGS)
     broken(monkeypatch, at=4)
-    (check,) = prove_greedy(exam, WAYS[:1])
+    (check,) = prove_greedy(exam, 1, WAYS[:1])
     assert check.identical == 0 and not check.passed  # float32: nothing may differ
     answers = [one.tokens for one in decode(verifier, None, PROMPTS, SETTINGS).generations]
     allowed = tolerances(verifier, PROMPTS, answers)
@@ -83,11 +76,11 @@ def test_bfloat16_is_graded_and_a_wrong_token_caught(
     rounded = Verifier.load(section, tmp_path, torch.device("cpu"), torch.bfloat16)
     exam = Exam(rounded, make_draft().to(torch.bfloat16), PROMPTS, SETTINGS)
     ways = [replace(one, batch=2) for one in WAYS[::2]]
-    checks = prove_greedy(exam, ways)
+    checks = prove_greedy(exam, 1, ways)
     assert all(one.passed for one in checks)
     assert all(one.tolerance > 0 for check in checks for one in check.graded)
     broken(monkeypatch, at=4)
-    assert not any(one.passed for one in prove_greedy(exam, ways))
+    assert not any(one.passed for one in prove_greedy(exam, 1, ways))
 
 
 def test_rounding_is_what_a_logit_may_be_off_by(verifier: Verifier, monkeypatch):
@@ -243,7 +236,7 @@ def test_command_takes_the_newest_run(run_folder: Path, little, capsys):
     assert newest_head(Path("runs")) == Path("runs/sweep/depth-3/best")
     assert lossless.main(["--quick", "--count", "2", "--new-tokens", "8"]) == 0
     printed = capsys.readouterr().out
-    assert "2x2x2, batch 10: 2 of 2 prompts token-identical" in printed
+    assert "2x2x2, batch 20: 2 of 2 prompts token-identical" in printed
     assert "exact" in printed and "biased" in printed and "UNEXPECTED" not in printed
     assert printed.splitlines()[-1].startswith("PROVED")
 
@@ -252,7 +245,7 @@ def test_the_whole_command_grades_bfloat16(run_folder: Path, little, capsys, mon
     monkeypatch.setattr(lossless, "DRAWS", 5000)
     assert lossless.main(["--count", "1", "--new-tokens", "6", "--shapes", "2", "1x2"]) == 0
     printed = capsys.readouterr().out
-    assert "float32, 1x2, batch 10" in printed and "bfloat16, 2, batch 10" in printed
+    assert "float32, 1x2, batch 20" in printed and "bfloat16, 2, batch 20" in printed
 
 
 def test_command_takes_any_exported_head(run_folder: Path, little, capsys, tiny_verifier: Path):
@@ -383,7 +376,7 @@ def test_a_run_and_one_precision_may_be_named(run_folder: Path, little, capsys):
     assert lossless.main([str(run_folder), *words]) == 0
     printed = capsys.readouterr().out
     assert f"head: {run_folder}/best" in printed
-    assert "greedy, bfloat16, 2, batch 10" in printed and "float32" not in printed
+    assert "greedy, bfloat16, 2, batch 20" in printed and "float32" not in printed
 
 
 def test_bad_heads_and_shapes_name_the_way_out(run_folder: Path, tmp_path: Path):

@@ -12,7 +12,6 @@ from eval.theory import (
     Best,
     best_n,
     best_n_of_alpha,
-    best_n_of_survival,
     continued,
     expected_tokens,
     expected_tokens_of_survival,
@@ -117,7 +116,8 @@ def test_survival_says_the_same_as_alpha_where_it_is_flat():
     survival = [0.8**k for k in range(1, 13)]
     for n in range(13):
         assert expected_tokens_of_survival(survival, n) == pytest.approx(expected_tokens(0.8, n))
-    assert best_n_of_survival(survival, 0.05).n == 8
+    depths = range(len(survival) + 1)
+    assert best_n([expected_tokens_of_survival(survival, n) for n in depths], 0.05).n == 8
     assert continued(survival[:2], 12) == pytest.approx(survival)
     assert continued(survival, 3) == survival[:3]
     assert continued([0.5, 0.0], 4) == [0.5, 0.0, 0.0, 0.0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.counting import chi_square_p
+from eval.chi_square import chi_square_p
 from eval.toy import (
     BLOCKS,
     CASES,

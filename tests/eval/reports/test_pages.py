@@ -16,10 +16,9 @@ from eval.html_page import render_html
 from eval.measure import ExactRuns
 from eval.page import render_page
 from eval.prose import command
-from eval.publish import publish
+from eval.publish import publish, terminal_lines
 from eval.report import to_json
 from eval.report_plots import Plot, draw_report
-from eval.screen import terminal_lines
 from eval.tables import shown
 
 RAW = ("settings", "by_prompt", "timings", "provenance", "by_n", "by_tree")  # the last: by_batch

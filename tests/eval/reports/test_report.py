@@ -8,11 +8,12 @@ import pytest
 
 from conf.schema import ConfigError
 from data.eval_prompts import UNSEEN
-from eval.foretold import independent_tau, read_held_out
+from eval.foretold import read_held_out
 from eval.measure import ExactRuns, count
 from eval.positions import range_ends
 from eval.report import to_json
 from eval.report_file import read_report
+from eval.theory import expected_tokens
 
 N = 2
 TOP_LEVEL = [
@@ -166,7 +167,7 @@ def test_what_training_foretold_stands_beside_the_measured(made: SimpleNamespace
     alpha = 7 / 13
     assert found.tau_if_independent == pytest.approx(1 + alpha + alpha**2)
     assert found.tau == pytest.approx(1 + 7 / 8)
-    assert independent_tau(1.0, 3) == 4.0
+    assert expected_tokens(1.0, 3) == 4.0
     assert read_held_out(tmp_path).tau is None
     (tmp_path / "acceptance.json").write_text('{"tau": null, "alpha": null, "alpha_by_depth": []}')
     assert read_held_out(tmp_path).tau is None
