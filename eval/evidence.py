@@ -131,14 +131,13 @@ def refuse_lossy_report(report: EvalReport) -> None:
             f"settings.accept_rule={rule}: not one of the exact rules, so the report is of text "
             f"that is not the verifier's own; measure with one of {', '.join(sorted(EXACT))}"
         )
-    faults = [one for one in report.lossless.differing if one.gap > TIE]
-    if faults:
-        worst = max(faults, key=lambda one: one.gap)
-        raise ConfigError(
-            f"lossless: prompt {worst.prompt} parts from plain decoding at token {worst.position} "
-            f"by {worst.gap:.3g} in the logits, which is no tie of rounding; find the fault with "
-            "python -m eval.lossless before anything is served"
-        )
+    for one in report.lossless.differing:
+        if not one.behind <= TIE:  # NaN: one of the loops had ended
+            raise ConfigError(
+                f"lossless: prompt {one.prompt} parts from plain decoding at token {one.position} "
+                f"by {one.behind:.3g} in the logits, which is no tie of rounding; find the fault "
+                "with python -m eval.lossless before anything is served"
+            )
 
 
 def speeds_at(report: EvalReport, batch: int) -> dict[str, ShapeSpeed]:

@@ -56,8 +56,8 @@ def learnt_from(data: DataOrigin) -> str:
 def differing(report: EvalReport) -> list[str]:
     groups = [report.lossless, *([report.tasks[UNSEEN].lossless] if UNSEEN in report.tasks else [])]
     return [
-        f"{one.prompt} differs from plain decoding at token {one.position}; the verifier's two "
-        f"highest logits are {one.gap:.2e} apart there"
+        f"{one.prompt} differs from plain decoding at token {one.position}; the worse of the two "
+        f"tokens is {one.behind:.2e} below the verifier's highest logit there"
         for kept in groups
         for one in kept.differing
     ]

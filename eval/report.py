@@ -25,7 +25,7 @@ class Lossless:
 class Differing:
     prompt: str  # its id
     position: int  # index of the first token that differs
-    gap: float  # between the verifier's two highest logits there: near 0 it is a tie of rounding
+    behind: float  # of the verifier's highest logit, the worse token; NaN, infinite: one had ended
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def compare(runs: Sequence[PromptRuns], temperature: float) -> Lossless:
     if temperature > 0:
         return Lossless(0, 0, [], "sampled answers: distribution test, see eval.lossless")
     differing = [
-        Differing(one.prompt.id, answer.difference.position, answer.difference.gap)
+        Differing(one.prompt.id, answer.difference.position, answer.difference.behind)
         for one in runs
         for answer in one.answers
         if answer.difference is not None

@@ -1,6 +1,7 @@
 """What eval.tune must not advise on: each is one sentence with the way out."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,11 +49,12 @@ def test_a_report_by_a_rule_that_is_not_exact(made):
 
 
 def test_a_loop_that_parted_from_plain_decoding(made):
-    """A gap of .5 in the logits is no tie; one of 1e-5 is."""
+    """A token .5 behind in the logits is no tie, nor an early end; one 1e-5 behind is."""
     table = [made.costs(1, 0.0)]
     text = refused(made.report(costs=table, gap=0.5), Question(), made.place)
     assert text.startswith("lossless: prompt p7 parts from plain decoding at token 12 by 0.5")
     assert "python -m eval.lossless" in text
+    refused(made.report(costs=table, gap=math.nan), Question(), made.place)
     tie = made.report(costs=table, gap=1e-5)
     assert advise_on_report(tie, Question(), made.place).verdict == "on"
 

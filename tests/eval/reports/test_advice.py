@@ -341,10 +341,10 @@ def test_what_changes_the_distribution_is_refused():
             ask(report, accept=lossy)
     with pytest.raises(ConfigError, match="not one of the exact rules"):
         ask(replace(report, settings=replace(report.settings, accept_rule="typical")))
-    fault = SimpleNamespace(prompt="p", position=3, gap=0.5)
+    fault = SimpleNamespace(prompt="p", position=3, behind=0.5)
     with pytest.raises(ConfigError, match="no tie of rounding"):
         ask(replace(report, lossless=Lossless(20, 19, [fault], "")))
-    tie = SimpleNamespace(prompt="p", position=3, gap=1e-6)
+    tie = SimpleNamespace(prompt="p", position=3, behind=1e-6)
     assert ask(replace(report, lossless=Lossless(20, 19, [tie], ""))).verdict == "on"
 
 
