@@ -36,6 +36,7 @@ class DraftConfig:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    qk_norm: bool = False
 
     @classmethod
     def of(cls, section: DraftSection, facts: VerifierFacts) -> "DraftConfig":

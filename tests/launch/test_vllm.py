@@ -33,8 +33,8 @@ from eval.acceptance import Counters, total
 from eval.decode import DecodeSettings, decode
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts
-from models.export.vllm import export
-from models.export.vllm_check import check
+from models.export.check import check
+from models.export.write import export
 from models.kernels import CPU_FLASH
 from models.memory import DraftCache
 from models.verifier import Verifier, VerifierEnds

@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.export.vllm_check import check
-from models.export.vllm_layout import expected_tensors
+from conf.schema import Precision
+from models.export.check import check
+from models.export.layout import expected_tensors
+from models.export.vllm import VLLM
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 
@@ -299,7 +301,5 @@ def test_expected_tensors_are_what_the_model_has(make_head):
     """The list is written by hand; the module must agree with it for every combination of flags."""
     for flags in ({}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True}):
         draft = make_head(**flags)
-        from conf.schema import Precision
-
-        names = set(expected_tensors(draft.config, Precision.float32))
+        names = set(expected_tensors(draft.config, VLLM, Precision.float32))
         assert names | {"embed_tokens.weight"} == set(draft.state_dict())

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf.schema import ConfigError, Precision
-from models.export.vllm import export
-from models.export.vllm_check import check
+from models.export.check import check
+from models.export.write import export
 from models.rope import Rope, settled
 
 PLAIN = {
@@ -246,7 +246,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_older_export(
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("models.export.vllm.save_file", full)
+    monkeypatch.setattr("models.export.write.save_file", full)
     with pytest.raises(ConfigError, match=r"cannot be written .*No space left"):
         export_head(make_head(fc_norm=True))
     assert (folder / "model.safetensors").read_bytes() == before
