@@ -21,6 +21,7 @@ from models.export.vllm_layout import (
     ARCHITECTURE,
     CARD,
     CONFIG,
+    QK_ARCHITECTURE,
     WEIGHTS,
     TokenIds,
     config_for,
@@ -130,7 +131,8 @@ def refuse_foreign(folder: Path) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     config = folder / CONFIG
-    if not config.is_file() or ARCHITECTURE not in config.read_text(encoding="utf-8"):
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    if ARCHITECTURE not in text and QK_ARCHITECTURE not in text:
         raise ConfigError(f"{folder}: holds something else than an export; give another folder")
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from conf.schema import ConfigError, Precision
 from models.eagle3 import DraftConfig
 from models.export.vllm_layout import (
-    ARCHITECTURE,
     CONFIG,
     EMBEDDING,
     KEY_OF_SIZE,
@@ -26,6 +25,7 @@ from models.export.vllm_layout import (
     WEIGHTS,
     TensorSpec,
     TokenIds,
+    architecture_of,
     config_for,
     draft_config_of,
     expected_tensors,
@@ -161,7 +161,8 @@ def keys(config: dict[str, Any], draft: DraftConfig) -> Iterator[str]:
             yield f"{CONFIG}: {key}={json.dumps(found)}: must be {json.dumps(value)}"
     for key in config.keys() - right.keys():
         quantised = "quantization" in key or "compression" in key
-        why = "the head would be read as quantised" if quantised else f"not a key of {ARCHITECTURE}"
+        plain = f"not a key of {architecture_of(draft)}"
+        why = "the head would be read as quantised" if quantised else plain
         yield f"{CONFIG}: {key}: must be absent; {why}"
 
 
@@ -198,6 +199,8 @@ def reason(name: str) -> str:
         return "; norm_before_fc is false and vLLM would drop it without a word"
     if name.startswith("fc_norm."):
         return "; fc_norm is false, or there are fewer aux layers"
+    if name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
+        return "; architectures names a draft class that norms neither query nor key"
     if name.startswith("model."):
         return "; names carry no model. prefix"
     if name in ("d2t", "t2d"):

@@ -13,6 +13,7 @@ from models.verifier import VerifierFacts
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+QK_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"  # the one draft class that norms query and key
 LAYER = "midlayer."  # the spelling that every engine takes, SGLang's older revisions included
 LAYER_ALIAS = "layers.0."  # the spelling of the speculators library; vLLM takes both
 EMBEDDING = "embed_tokens.weight"  # left out: vLLM then shares the verifier's
@@ -33,7 +34,8 @@ KEY_OF_SIZE = {  # DraftConfig field -> config.json key, where both hold the sam
     "aux_layers": "eagle_aux_hidden_state_layer_ids",
     **{flag: flag for flag in NORM_FLAGS},
 }
-assert set(KEY_OF_SIZE) == {field.name for field in fields(DraftConfig)}
+# No key says qk_norm: the architecture does.
+assert {*KEY_OF_SIZE, "qk_norm"} == {field.name for field in fields(DraftConfig)}
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,18 @@ class TensorSpec:
     dtype: str  # as safetensors spells it
 
 
+def architecture_of(draft: DraftConfig) -> str:
+    return QK_ARCHITECTURE if draft.qk_norm else ARCHITECTURE
+
+
 def config_for(draft: DraftConfig, tokens: TokenIds, dtype: Precision) -> dict[str, Any]:
     """Every key of config.json, the ones that equal a default too: defaults differ by engine."""
     rope = dict(draft.rope)
     kind = rope.setdefault("rope_type", "default")
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [architecture_of(draft)],
+        "model_type": "qwen3" if draft.qk_norm else "llama",
         "torch_dtype": dtype.value,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
@@ -92,7 +98,9 @@ def draft_config_of(config: dict[str, Any]) -> DraftConfig:
     missing = [key for key in KEY_OF_SIZE.values() if key not in config]
     if missing:
         raise ConfigError(f"{CONFIG}: {', '.join(missing)} missing; export the head again")
-    return DraftConfig(**{field: config[key] for field, key in KEY_OF_SIZE.items()})
+    qk_norm = config.get("architectures") == [QK_ARCHITECTURE]
+    sizes = {field: config[key] for field, key in KEY_OF_SIZE.items()}
+    return DraftConfig(**sizes, qk_norm=qk_norm)
 
 
 def expected_tensors(draft: DraftConfig, dtype: Precision) -> dict[str, TensorSpec]:
@@ -118,6 +126,8 @@ def expected_tensors(draft: DraftConfig, dtype: Precision) -> dict[str, TensorSp
         shapes["input_norm.weight"] = (count * width,)
     if draft.fc_norm:
         shapes.update({f"fc_norm.{i}.weight": (width,) for i in range(count)})
+    if draft.qk_norm:
+        shapes.update({f"{LAYER}self_attn.{name}_norm.weight": (draft.head_dim,) for name in "qk"})
     expected = {name: TensorSpec(shape, STORED[dtype]) for name, shape in shapes.items()}
     if draft.draft_vocab_size < draft.vocab_size:  # with equal sizes vLLM refuses a d2t
         expected["d2t"] = TensorSpec((draft.draft_vocab_size,), "I64")
