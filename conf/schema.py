@@ -67,6 +67,7 @@ class DraftSection:
     norm_before_fc: bool = False  # one RMSNorm over the concatenated aux states
     fc_norm: bool = False  # one RMSNorm an aux state
     norm_output: bool = False  # feed back the state after the final norm (EAGLE-3.1)
+    qk_norm: bool = False  # one RMSNorm over each head of query and key before RoPE (Qwen3)
 
 
 @dataclass

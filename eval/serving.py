@@ -80,6 +80,11 @@ def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | N
         return (
             f"vllm {version} does not read the head's fc_norm or norm_output: use {NORMS} or later"
         )
+    if stack is Stack.sglang and head.qk_norm:
+        return (
+            "SGLang has no draft class that reads the head's qk_norm; serve it with vLLM, or train "
+            "one with draft.qk_norm=false"
+        )
     if stack is Stack.sglang and (head.norm_before_residual or head.norm_before_fc):
         return (
             "SGLang ignores the head's norm_before_residual or norm_before_fc, so it would accept "
@@ -147,6 +152,8 @@ def vllm_line(
 ) -> tuple[str, list[str]]:
     config: dict[str, str | int] = {"method": family.vllm}
     notes = [f"Chains alone: no tree of guesses in vLLM {READ[Stack.vllm]}."]
+    if family is EAGLE3 and place.config and place.config.qk_norm:
+        notes.append("The head's qk_norm needs vLLM's pull request 43132.")
     if family.drafts_with_model:
         config["model"] = place.head
     config["num_speculative_tokens"] = depth

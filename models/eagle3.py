@@ -36,7 +36,7 @@ class DraftConfig:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    qk_norm: bool = False
+    qk_norm: bool = False  # files of earlier versions lack it
 
     @classmethod
     def of(cls, section: DraftSection, facts: VerifierFacts) -> "DraftConfig":
@@ -58,6 +58,7 @@ class DraftConfig:
             norm_before_fc=section.norm_before_fc,
             fc_norm=section.fc_norm,
             norm_output=section.norm_output,
+            qk_norm=section.qk_norm,
         )
 
     def to_json(self) -> str:
@@ -103,8 +104,9 @@ class Eagle3Draft(nn.Module):
             self.fc_norm = nn.ModuleList(norm() for _ in range(count))
         self.fc = nn.Linear(count * width, width, bias=False)
         rope = Rope(config.head_dim, config.max_positions, config.rope)
+        qk_eps = config.rms_norm_eps if config.qk_norm else None
         self.midlayer = MidLayer(
-            DraftAttention(width, config.num_heads, config.num_kv_heads, rope),
+            DraftAttention(width, config.num_heads, config.num_kv_heads, rope, qk_eps),
             GatedMLP(width, config.intermediate_size),
             [norm(), norm(), norm()],
             config.norm_before_residual,

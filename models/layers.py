@@ -26,9 +26,14 @@ class DraftAttention(nn.Module):
 
     A matrix on the pair is a sum of two: the token's share does not change while the state is
     unrolled, so ``share_of`` gives it apart and an unroll computes it once for all steps.
+
+    With an epsilon ``norm_eps``, each head of query and key is normed before it is rotated, as in
+    Qwen3: one weight [Dh] for all heads. A norm needs the whole sum, so a share stays unnormed.
     """
 
-    def __init__(self, width: int, heads: int, kv_heads: int, rope: Rope):
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, rope: Rope, norm_eps: float | None = None
+    ):
         super().__init__()
         self.width = width
         self.head_dim = rope.head_dim
@@ -37,6 +42,11 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(2 * width, self.sizes[1], bias=False)
         self.v_proj = nn.Linear(2 * width, self.sizes[2], bias=False)
         self.o_proj = nn.Linear(self.sizes[0], width, bias=False)
+
+        def norm() -> nn.Module:
+            return nn.Identity() if norm_eps is None else StreamNorm(self.head_dim, eps=norm_eps)
+
+        self.q_norm, self.k_norm = norm(), norm()
         self.rotary = Rotary(rope)
 
     def share_of(self, embedded: Tensor, asks: bool) -> Tensor:
@@ -55,12 +65,13 @@ class DraftAttention(nn.Module):
     def remember(self, share: Tensor, states: Tensor, rotation: Rotation, memory: Memory) -> None:
         """Give keys and values of rows to ``memory``, and compute nothing else."""
         of_key, of_value = share[..., -2 * self.sizes[1] :].chunk(2, dim=-1)
-        key = rotation.rotate(self.add_state(of_key, states, self.k_proj))
-        memory.remember(key, self.add_state(of_value, states, self.v_proj))
+        key = self.k_norm(self.add_state(of_key, states, self.k_proj))
+        value = self.add_state(of_value, states, self.v_proj)
+        memory.remember(rotation.rotate(key), value)
 
     def forward(self, share: Tensor, states: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
         """Rows that ``memory`` knows ask: share [..., (H + 2 Hkv) * Dh], states -> [..., D]."""
-        query = self.add_state(share[..., : self.sizes[0]], states, self.q_proj)
+        query = self.q_norm(self.add_state(share[..., : self.sizes[0]], states, self.q_proj))
         output = memory.attend(rotation.rotate(query))  # [..., H, Dh]
         return self.o_proj(output.flatten(-2))
 

@@ -215,7 +215,7 @@ def verifier_part(card: CardFacts, draft: DraftConfig) -> list[str]:
 
 
 def head_part(draft: DraftConfig) -> list[str]:
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
     switches = ", ".join(f"{flag} {str(getattr(draft, flag)).lower()}" for flag in flags)
     return [
         f"- one decoder layer: {draft.num_heads} heads of {draft.head_dim} over "

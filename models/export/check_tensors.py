@@ -58,6 +58,8 @@ def reason(name: str, layout: Layout) -> str:
         return "; norm_before_fc is false, and vLLM would drop it without a word"
     if name.startswith("fc_norm."):
         return "; fc_norm is false, or there are fewer aux layers"
+    if name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
+        return "; model_type names a draft class that norms neither query nor key"
     if name.startswith("model."):
         return "; names carry no model. prefix"
     if name == "t2d" and not layout.membership:

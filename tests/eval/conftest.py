@@ -109,14 +109,16 @@ def verifier(section: VerifierSection, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def make_draft(verifier: Verifier, section: VerifierSection, tmp_path: Path):
-    """Build a random head: make_draft(vocab_size=..., max_positions=..., kind=ScriptedDraft)."""
+    """Build a random head: make_draft(vocab_size=..., max_positions=..., kind=ScriptedDraft,
+    qk_norm=...)."""
 
     def make(
         vocab_size: int | str = FULL,
         max_positions: int | None = None,
         kind: type[Eagle3Draft] = Eagle3Draft,
+        qk_norm: bool = False,
     ) -> Eagle3Draft:
-        options = DraftSection(vocab_size=vocab_size, max_positions=max_positions)
+        options = DraftSection(vocab_size=vocab_size, max_positions=max_positions, qk_norm=qk_norm)
         config = DraftConfig.of(options, verifier.facts)
         counts = torch.arange(verifier.facts.vocab_size) % 5
         torch.manual_seed(1)

@@ -201,7 +201,7 @@ def test_after_rounds_both_caches_are_as_built_from_scratch(verifier: Verifier, 
 @torch.inference_mode()
 def test_guesses_are_chained_on_the_drafts_own_output(verifier: Verifier, make_draft):
     """Guess k+1 from one forward a token equals the draft unrolled by hand over all rows."""
-    draft = make_draft()
+    draft = make_draft(qk_norm=True)
     side = DraftDecoder(draft, 1, 32, verifier.device)
     states = verifier.states(torch.tensor([PROMPT]))
     text = torch.tensor([[*PROMPT, 9]])

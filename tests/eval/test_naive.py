@@ -79,8 +79,10 @@ class World:
     section: VerifierSection
     texts: list[list[int]]
 
-    def head(self, vocab_size: int, max_positions: int, weight: float) -> LeaningDraft:
-        options = DraftSection(vocab_size=vocab_size, max_positions=max_positions)
+    def head(
+        self, vocab_size: int, max_positions: int, weight: float, qk_norm: bool
+    ) -> LeaningDraft:
+        options = DraftSection(vocab_size=vocab_size, max_positions=max_positions, qk_norm=qk_norm)
         config = DraftConfig.of(options, self.verifier.facts)
         ends = load_ends(self.section, Path(self.section.path), torch.float32)
         vocab = DraftVocab.from_counts((torch.arange(V) * 7) % 11, config.draft_vocab_size)
@@ -405,7 +407,7 @@ class Case:
     seeds: list[int]
     settings: DecodeSettings
     positions: int  # of the verifier
-    draft: tuple[int, int, float]  # vocabulary, positions, how much it leans
+    draft: tuple[int, int, float, bool]  # vocabulary, positions, how much it leans, qk_norm
 
 
 def random_shape(draw: random.Random) -> Shape:
@@ -469,7 +471,7 @@ def random_case(seed: int, world: World, greedy: bool) -> Case:
         seeds,
         settings,
         positions,
-        (draw.choice([V, V, 20]), limit, draw.choice([0, 3, 9])),
+        (draw.choice([V, V, 20]), limit, draw.choice([0, 3, 9]), draw.random() < 0.5),
     )
 
 

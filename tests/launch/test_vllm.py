@@ -66,6 +66,11 @@ HEADS = [
         id="the other flags and the whole vocabulary",
         marks=pytest.mark.slow,
     ),
+    pytest.param(
+        DraftSection(vocab_size=1024, fc_norm=True, qk_norm=True),
+        id="Qwen3's draft class",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -151,6 +156,9 @@ def overfit(verifier: Verifier, prompts: list[list[int]], section: DraftSection)
     config = verifier.model.config
     ends = VerifierEnds(verifier.backbone.embed_tokens.weight, verifier.head.weight, config)
     draft.initialise(ends, vocab, HeadInit.verifier)
+    if section.qk_norm:  # away from 1, so that a lost or swapped weight shows
+        for norm in (draft.midlayer.self_attn.q_norm, draft.midlayer.self_attn.k_norm):
+            torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     rows = ends.head[vocab.target_ids]
     ttt = TTTSection(depth=N_DRAFT)
     module = TrainingTimeTest(draft, Distillation(LossKind.kl, rows, config), ttt, CPU_FLASH)

@@ -24,12 +24,11 @@ def attention() -> DraftAttention:
     return DraftAttention(WIDTH, HEADS, KV_HEADS, ROPE).double()
 
 
-def mid_layer(normed: bool) -> MidLayer:
+def mid_layer(normed: bool, norm_eps: float | None = None) -> MidLayer:
     torch.manual_seed(0)
     norms = [nn.RMSNorm(WIDTH) for _ in range(3)]
-    layer = MidLayer(
-        DraftAttention(WIDTH, HEADS, KV_HEADS, ROPE), GatedMLP(WIDTH, 20), norms, normed
-    ).double()
+    attention = DraftAttention(WIDTH, HEADS, KV_HEADS, ROPE, norm_eps)
+    layer = MidLayer(attention, GatedMLP(WIDTH, 20), norms, normed).double()
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.5)
     return layer
@@ -82,10 +81,10 @@ def test_shares_of_token_and_state_add_up_to_the_projection_of_the_pair():
         assert torch.allclose(layer.add_state(share, state, projection), pair, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_a_layer_equals_its_words(normed):
+@pytest.mark.parametrize(("normed", "norm_eps"), [(False, None), (True, None), (False, 0.01)])
+def test_a_layer_equals_its_words(normed, norm_eps):
     """A prefix of one document, decoded at once: norms, pair, causal attention, MLP, residuals."""
-    layer, rows = mid_layer(normed), 6
+    layer, rows = mid_layer(normed, norm_eps), 6
     embedded, hidden = numbers(1, rows, WIDTH), numbers(1, rows, WIDTH, seed=1)
     positions = torch.arange(rows)[None]
     found = layer(
@@ -98,6 +97,11 @@ def test_a_layer_equals_its_words(normed):
     query, key, value = (
         p(pair).unflatten(-1, (-1, HEAD)) for p in (of.q_proj, of.k_proj, of.v_proj)
     )
+    if norm_eps is not None:
+        query, key = (
+            torch.stack([F.rms_norm(h, [HEAD], norm.weight, norm_eps) for h in x.unbind(-2)], -2)
+            for x, norm in ((query, of.q_norm), (key, of.k_norm))
+        )
     query, key = rotation.rotate(query), rotation.rotate(key)
     mixed = seen_by_all(query, key, value, torch.ones(rows, rows).tril())
     residual = (states if normed else hidden) + of.o_proj(mixed.flatten(-2))
@@ -107,8 +111,9 @@ def test_a_layer_equals_its_words(normed):
     assert torch.allclose(found, wanted, rtol=0, atol=1e-13)
 
 
-def test_known_rows_remember_nothing_and_answer_the_same():
-    layer, rows = mid_layer(False), 6
+@pytest.mark.parametrize("norm_eps", [None, 1e-5])
+def test_known_rows_remember_nothing_and_answer_the_same(norm_eps):
+    layer, rows = mid_layer(False, norm_eps), 6
     tokens, hidden = numbers(1, rows, WIDTH), numbers(1, rows, WIDTH, seed=1)
     share = layer.share_of(tokens, asks=True)
     positions = torch.arange(rows)[None]

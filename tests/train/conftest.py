@@ -35,7 +35,7 @@ class Document:
 def make_draft() -> Callable[..., Eagle3Draft]:
     def make(seed: int = 1, **changes) -> Eagle3Draft:
         torch.manual_seed(seed)
-        switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
         sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "draft_vocab_size": DRAFT_VOCAB}
         config = DraftConfig(
             hidden_size=WIDTH,  # heads * head_dim is not the width, as in Qwen3
@@ -126,6 +126,11 @@ def turn(states: Tensor, places: Tensor) -> Tensor:
     return torch.cat((spun.real, spun.imag), -1)
 
 
+def over_heads(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Each head [Dh] of states [T, H, Dh] over its root mean square, times ``weight`` [Dh]."""
+    return states / (states.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
 def plain_unroll(draft: Eagle3Draft, document: Document, depth: int) -> list[Tensor]:
     """K times [T, D]; token x[t+1+k] beyond the end is token 0."""
     config, layer, rows = draft.config, draft.midlayer, len(document.ids)
@@ -140,8 +145,13 @@ def plain_unroll(draft: Eagle3Draft, document: Document, depth: int) -> list[Ten
         states = layer.hidden_norm(hidden)
         both, places = torch.cat((embedded, states), -1), torch.arange(rows) + k
         attention = layer.self_attn
-        query = turn(attention.q_proj(both).view(rows, heads, width), places)
-        keys.append(turn(attention.k_proj(both).view(rows, kv_heads, width), places))
+        query = attention.q_proj(both).view(rows, heads, width)
+        new = attention.k_proj(both).view(rows, kv_heads, width)
+        if config.qk_norm:
+            query = over_heads(query, attention.q_norm.weight, config.rms_norm_eps)
+            new = over_heads(new, attention.k_norm.weight, config.rms_norm_eps)
+        query = turn(query, places)
+        keys.append(turn(new, places))
         values.append(attention.v_proj(both).view(rows, kv_heads, width))
         repeat = heads // kv_heads
         key = torch.cat(keys).repeat_interleave(repeat, 1)  # [(k+1) T, H, Dh]

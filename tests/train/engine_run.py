@@ -1,7 +1,7 @@
 """Run under torchrun by test_engine.py: a few steps on made-up states, the curve as JSON.
 
-argv: steps out_file job ...    A job is stage:precision[:samples a pack[:samples a step,...]];
-with other sizes than the usual ones it runs six steps.
+argv: steps out_file job ...    A job is stage:precision[:samples a pack[:samples a step,...[:qk]]];
+with other sizes than the usual ones it runs six steps, and with qk a draft with qk_norm.
 """
 
 import json
@@ -55,12 +55,14 @@ class Spec:
     precision: str
     micro: int = 2
     sizes: tuple[int, ...] = SIZES
+    qk_norm: bool = False
 
     @classmethod
     def of(cls, word: str) -> "Spec":
         stage, precision, *more = word.split(":")
         sizes = tuple(map(int, more[1].split(","))) if more[1:] else SIZES
-        return cls(int(stage), precision, int(more[0]) if more else 2, sizes)
+        micro = int(more[0]) if more else 2
+        return cls(int(stage), precision, micro, sizes, qk_norm=more[2:] == ["qk"])
 
 
 def sample(step: int, i: int) -> tuple[torch.Tensor, ...]:
@@ -116,6 +118,7 @@ def build(spec: Spec, ranks: RankInfo) -> "Job":
         vocab_size=VOCAB, draft_vocab_size=VOCAB, aux_layers=[1, 2, 3], rms_norm_eps=1e-5,
         max_positions=64, rope={"rope_type": "default", "rope_theta": 1e4},
         norm_before_residual=False, norm_before_fc=False, fc_norm=True, norm_output=False,
+        qk_norm=spec.qk_norm,
     )  # fmt: skip
     draft = Eagle3Draft(config)
     for parameter in draft.parameters():

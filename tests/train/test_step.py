@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.schema import LossKind, Supervise
 from data.chains import Chains, supervised_rows
@@ -43,7 +43,7 @@ def test_loss_and_gradients_equal_the_plain_twin(masks, rule, kernel, lab):
 
 @pytest.mark.parametrize("kind", list(LossKind))
 def test_every_loss_equals_its_definition(kind, lab):
-    draft, documents = lab.draft(), lab.documents(MASKS["packed"])
+    draft, documents = lab.draft(qk_norm=True), lab.documents(MASKS["packed"])
     module = lab.module(draft, DEPTH, kind=kind)
     found = lab.step(module, lab.pack(documents, DEPTH))
     twin = sum(lab.plain_sum(draft, d, DEPTH, Supervise.span, kind) for d in documents)
@@ -54,7 +54,7 @@ def test_every_loss_equals_its_definition(kind, lab):
 @pytest.mark.parametrize("rule", list(Supervise))
 def test_recomputing_steps_changes_nothing(rule, lab):
     module, batch = (
-        lab.module(lab.draft(), DEPTH, rule),
+        lab.module(lab.draft(qk_norm=True), DEPTH, rule),
         lab.pack(lab.documents(MASKS["packed"]), DEPTH, rule),
     )
     kept = lab.step(module, batch)
@@ -64,10 +64,12 @@ def test_recomputing_steps_changes_nothing(rule, lab):
     assert lab.apart(again.grads, kept.grads) <= 1e-14
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_training_precisions_stay_near_the_twin(dtype, bound, lab):
+def test_training_precisions_stay_near_the_twin(dtype, bound, qk_norm, lab):
     """Seven steps over long answers: one step's rounding is fed to the next."""
-    draft, documents = lab.draft(fc_norm=True), lab.documents([[0] * 6 + [1] * 60, [1] * 50])
+    draft = lab.draft(fc_norm=True, qk_norm=qk_norm)
+    documents = lab.documents([[0] * 6 + [1] * 60, [1] * 50])
     for parameter in draft.parameters():
         parameter.data.mul_(0.4)
     module, exact = lab.module(draft, 7), lab.pack(documents, 7)
@@ -81,6 +83,37 @@ def test_training_precisions_stay_near_the_twin(dtype, bound, lab):
         assert grad.dtype is dtype
         difference = (grad.double() - right.grads[name]).norm() / right.grads[name].norm()
         assert float(difference) <= 2 * bound, name
+
+
+class OverAllHeads(nn.Module):
+    """A norm of the right weight whose root mean square is that of all heads together."""
+
+    def __init__(self, right: nn.RMSNorm):
+        super().__init__()
+        self.right = right
+
+    def forward(self, states: Tensor) -> Tensor:
+        means = states.square().mean((-2, -1), keepdim=True)
+        return states / (means + self.right.eps).sqrt() * self.right.weight
+
+
+NORMS = {  # of query and key, given the right ones
+    "none": lambda _q, _k: (nn.Identity(), nn.Identity()),
+    "each other's": lambda q, k: (k, q),
+    "over all heads": lambda q, k: (OverAllHeads(q), OverAllHeads(k)),
+}
+
+
+@pytest.mark.parametrize("wrong", NORMS.values(), ids=NORMS.keys())
+def test_other_norms_of_query_and_key_are_another_loss(wrong, lab):
+    """Negative control."""
+    module = lab.module(lab.draft(qk_norm=True), DEPTH)
+    batch = lab.pack(lab.documents(MASKS["packed"]), DEPTH)
+    right = module(batch, torch.ones(batch.samples).double()).loss
+    attention = module.draft.midlayer.self_attn
+    attention.q_norm, attention.k_norm = wrong(attention.q_norm, attention.k_norm)
+    loss = module(batch, torch.ones(batch.samples).double()).loss
+    assert abs(loss - right).item() > 1e-3 * right.item()
 
 
 # ---- trimming: what may be left out, and what may not ------------------------------------------
@@ -186,7 +219,8 @@ def test_rows_that_never_ask_still_give_keys(rule, lab):
 @pytest.mark.parametrize("masks", [[[0] * 10], [[0]], [[0] * 4, [0, 1, 0], [0] * 7]], ids=str)
 def test_nothing_supervised_gives_zero_loss_and_zero_gradients(masks, kind, rule, lab):
     """Every trainable parameter takes part, so that all ranks reduce the same gradients."""
-    module = lab.module(lab.draft(fc_norm=True, norm_before_fc=True), DEPTH, rule, kind)
+    draft = lab.draft(fc_norm=True, norm_before_fc=True, qk_norm=True)
+    module = lab.module(draft, DEPTH, rule, kind)
     output = module(lab.pack(lab.documents(masks), DEPTH, rule), torch.ones(len(masks)).double())
     output.loss.backward()
     assert output.loss.item() == 0.0

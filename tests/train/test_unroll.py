@@ -12,7 +12,7 @@ from models.kernels import CPU_FLASH, PLAIN
 from models.memory import DraftCache
 from train.ttt import unroll, unroll_own
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
 SWITCHES = {"none": {}, **{f: {f: True} for f in FLAGS}, "all": dict.fromkeys(FLAGS, True)}
 
 
@@ -98,7 +98,7 @@ def test_parity_catches_an_off_by_one(mistake: str, lab, monkeypatch: pytest.Mon
 
 
 def test_own_feeding_equals_chained_greedy_drafting(lab):
-    draft, depth = lab.draft(), 5
+    draft, depth = lab.draft(qk_norm=True), 5
     documents = lab.documents([[0] * 20, [0] * 14])
     proposed = unroll_own(draft, lab.through(documents, 1), CPU_FLASH, depth)
     assert proposed.shape == (depth, 34)

@@ -19,7 +19,7 @@ GREEDY_VLLM = (
 
 
 def config(**flags: bool) -> DraftConfig:
-    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
     values = [flags.get(name, False) for name in names]
     return DraftConfig(*(64, 128, 4, 2, 16, 128, 64, [2, 4, 5], 1e-5, 512, {}), *values)
 
@@ -150,6 +150,7 @@ def test_a_draft_model_and_a_look_up(made):
         (Stack.vllm, "0.21", {"norm_output": True}, "use 0.22 or later"),
         (Stack.sglang, None, {"norm_before_residual": True}, "serve it with vLLM"),
         (Stack.sglang, None, {"norm_before_fc": True}, "serve it with vLLM"),
+        (Stack.sglang, None, {"qk_norm": True}, "reads the head's qk_norm"),
     ],
 )
 def test_stacks_that_lack_the_family(made, measured, stack, version, flags, said):
@@ -163,9 +164,12 @@ def test_heads_that_they_do_read(made, measured):
     for stack, version, flags in (
         (Stack.vllm, "0.22", {"fc_norm": True, "norm_output": True}),
         (Stack.vllm, "0.8.5", {}),
+        (Stack.vllm, None, {"qk_norm": True}),
         (Stack.sglang, "0.4.4", {}),
         (Stack.eyrie, None, {"norm_before_residual": True}),
     ):
         place = replace(made.place, config=config(**flags))
         advice = advise_on_report(measured, Question(stack=stack, version=version), place)
         assert advice.verdict == "on", advice.reason
+        noted = any("qk_norm needs" in note for note in advice.serving.notes)
+        assert noted is flags.get("qk_norm", False)

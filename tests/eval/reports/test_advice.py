@@ -368,9 +368,8 @@ def test_lines_name_the_stack_and_the_version():
 
 
 def test_a_head_that_the_stack_misreads_is_off():
-    flags = dict.fromkeys(
-        ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"), False
-    )
+    names = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "qk_norm")
+    flags = dict.fromkeys(names, False)
     report = make(STRONG, [costs()])
 
     def verdict(stack: Stack, version: str | None = None, **on: bool) -> str:

@@ -41,7 +41,9 @@ def folder(make_head, export_head) -> Path:
     return export_head(make_head(fc_norm=True))
 
 
-@pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True, "fc_norm": True}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"norm_before_fc": True, "fc_norm": True, "qk_norm": True}], ids=str
+)
 def test_every_tensor_is_missed(make_head, export_head, flags):
     draft = make_head(**flags)
     folder = export_head(draft)
@@ -70,6 +72,7 @@ def test_every_wrong_shape_and_dtype_is_seen(folder):
         ("fc.bias", "bias"),
         ("midlayer.self_attn.q_proj.bias", "bias"),
         ("input_norm.weight", "norm_before_fc is false"),
+        ("midlayer.self_attn.q_norm.weight", "norms neither query nor key"),
         ("fc_norm.3.weight", "fewer aux layers"),
         ("model.norm.weight", "prefix"),
         ("midlayer.self_attn.rotary_emb.inv_freq", "unknown"),
@@ -215,6 +218,10 @@ def test_every_key_of_eagle_config_is_missed(folder):
         ({"tie_word_embeddings": 0}, ("tie_word_embeddings=0", "must be false")),
         ({"attention_bias": True}, ("attention_bias=true",)),
         ({"architectures": ["LlamaForCausalLM"]}, ("architectures", "LlamaForCausalLMEagle3")),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, ("architectures", "Llama")),
+        ({"model_type": "qwen3"}, ("midlayer.self_attn.k_norm.weight", "missing")),
+        ({"model_type": "qwen3"}, ("architectures", "must be", "Eagle3Qwen3ForCausalLM")),
+        ({"model_type": "mistral"}, ("model_type='mistral'", "llama or qwen3")),
         ({"torch_dtype": "float16"}, ("torch_dtype='float16'",)),
         ({"torch_dtype": "bfloat16"}, ("fc.weight", "dtype F32, must be BF16")),
         ({"rms_norm_eps": 0}, ("rms_norm_eps=0",)),
@@ -299,7 +306,8 @@ def test_sizes_and_layers_are_compared_with_the_verifier(folder, tmp_path):
 
 def test_expected_tensors_are_what_the_model_has(make_head):
     """The list is written by hand; the module must agree with it for every combination of flags."""
-    for flags in ({}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True}):
+    fed_back = {"fc_norm": True, "norm_output": True}
+    for flags in ({}, {"norm_before_fc": True}, fed_back, {"qk_norm": True}):
         draft = make_head(**flags)
         names = set(expected_tensors(draft.config, VLLM, Precision.float32))
         assert names | {"embed_tokens.weight"} == set(draft.state_dict())

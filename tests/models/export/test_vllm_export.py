@@ -55,6 +55,7 @@ def config_in(folder: Path) -> dict:
         ({"norm_before_fc": True}, {"input_norm.weight": (144,)}),
         ({"fc_norm": True}, {f"fc_norm.{i}.weight": (48,) for i in range(3)}),
         ({"norm_output": True, "norm_before_residual": True}, {}),
+        ({"qk_norm": True}, {f"midlayer.self_attn.{n}_norm.weight": (32,) for n in "qk"}),
     ],
 )
 def test_the_tensor_set_is_exact(make_head, export_head, changes, extra):
@@ -142,6 +143,19 @@ def test_every_flag_and_both_spellings_are_in_the_config(make_head, export_head)
     }
     assert {key: config[key] for key in expected} == expected
     assert not [key for key in config if "quant" in key]
+
+
+def test_qk_norm_is_the_qwen3_draft_class_and_nothing_else_changes(make_head, export_head):
+    plain = config_in(export_head(make_head()))
+    config = config_in(export_head(make_head(qk_norm=True)))  # replaces the other class's folder
+    changed = {key: config[key] for key in config if config[key] != plain.get(key)}
+    assert config.keys() - plain.keys() == {"use_sliding_window", "sliding_window"}
+    assert changed == {
+        "architectures": ["Eagle3Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "use_sliding_window": False,
+    }
+    export_head(make_head())  # and the other way round
 
 
 def table_at(config: LlamaConfig, position: int) -> torch.Tensor:

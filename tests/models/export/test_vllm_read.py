@@ -8,7 +8,7 @@ from conf.schema import ConfigError
 from models.export.read import read_head
 from models.memory import DraftCache
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
 
 
 def run(draft, seed: int = 0) -> torch.Tensor:
@@ -20,7 +20,7 @@ def run(draft, seed: int = 0) -> torch.Tensor:
     return torch.cat([draft.logits(output.normed).flatten(), output.hidden.flatten()])
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(32))
 def test_round_trip_keeps_every_flag_and_every_bit(make_head, export_head, number):
     flags = {flag: bool(number >> i & 1) for i, flag in enumerate(FLAGS)}
     draft = make_head(**flags)

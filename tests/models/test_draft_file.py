@@ -1,0 +1,81 @@
+"""A head on disk: what was written comes back, and files of earlier versions still load."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.schema import ConfigError
+from models.draft_file import CONFIG, load_draft, save_draft
+from models.eagle3 import DraftConfig, Eagle3Draft
+
+CPU = torch.device("cpu")
+
+
+def write(folder: Path, qk_norm: bool) -> Eagle3Draft:
+    """A small head in ``folder``, every parameter random."""
+    config = DraftConfig(
+        *(
+            24,
+            32,
+            4,
+            2,
+            8,
+            40,
+            16,
+            [1, 2, 3],
+            1e-5,
+            64,
+            {"rope_type": "default", "rope_theta": 1e4},
+        ),
+        *(False, False, True, False, qk_norm),
+    )
+    torch.manual_seed(0)
+    draft = Eagle3Draft(config)
+    for parameter in draft.parameters():
+        parameter.data.normal_()
+    save_draft(folder, config, draft.state_dict())
+    return draft
+
+
+def without_qk_norm(folder: Path) -> None:
+    """draft.json as it was written before the flag was there."""
+    older = json.loads((folder / CONFIG).read_text())
+    del older["qk_norm"]
+    (folder / CONFIG).write_text(json.dumps(older))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_head_comes_back_bit_for_bit(tmp_path: Path, qk_norm: bool):
+    draft = write(tmp_path, qk_norm)
+    back = load_draft(tmp_path, CPU, torch.float32)
+    assert back.config == draft.config
+    ours, theirs = draft.state_dict(), back.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    norms = {f"midlayer.self_attn.{name}_norm.weight" for name in "qk"}
+    assert norms & ours.keys() == (norms if qk_norm else set())
+    assert all(ours[name].shape == (8,) for name in norms & ours.keys())
+
+
+def test_files_from_before_qk_norm_load_as_heads_without(tmp_path: Path):
+    draft = write(tmp_path, qk_norm=False)
+    without_qk_norm(tmp_path)
+    assert load_draft(tmp_path, CPU, torch.float32).config == draft.config
+
+
+def test_norms_without_their_flag_are_refused(tmp_path: Path):
+    """Dropping them without a word would be another head."""
+    write(tmp_path, qk_norm=True)
+    without_qk_norm(tmp_path)
+    with pytest.raises(ConfigError, match=r"not the weights of its draft\.json"):
+        load_draft(tmp_path, CPU, torch.float32)
+
+
+def test_a_flag_of_another_kind_is_refused(tmp_path: Path):
+    write(tmp_path, qk_norm=True)
+    text = (tmp_path / CONFIG).read_text()
+    (tmp_path / CONFIG).write_text(text.replace('"qk_norm": true', '"qk_norm": 1'))
+    with pytest.raises(ConfigError, match=r"qk_norm=1: must be of kind bool"):
+        load_draft(tmp_path, CPU, torch.float32)
