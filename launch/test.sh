@@ -46,7 +46,8 @@ check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "basedpyright" basedpyright
 check "import contracts" lint-imports
-check "pytest" tests "${speed}not vllm" "$@"
+# a file stays on one worker: its fixtures are made once
+check "pytest" tests "${speed}not vllm" -n 2 --dist loadfile "$@"
 
 note "Waiting for the vLLM environment (made meanwhile)"
 if ! wait "$vllm_setup"; then
