@@ -2,10 +2,11 @@
 
     python -m eval.lossless [HEAD_DIR] [--verifier PATH] [--prompts FILE ...] [--quick]
 
-runs the product's loop against itself without a draft (eval/greedy_proof.py), the accept rules on
-tables with known probabilities (eval/toy.py), and on the real verifier's first token
-(eval/first_token.py). Rules that are known to be wrong take the same tests and must fail. HEAD_DIR
-is a run, its best/ folder or an exported one. Exit code 1 when anything differs that should not.
+runs the product's loop against itself without a draft (eval/proof/greedy_proof.py), the accept
+rules on tables with known probabilities (eval/proof/toy.py), and on the real verifier's first token
+(eval/proof/first_token.py). Rules that are known to be wrong take the same tests and must fail.
+HEAD_DIR is a run, its best/ folder or an exported one. Exit code 1 when anything differs that
+should not.
 """
 
 import gc
@@ -19,12 +20,12 @@ from conf.compose import sentence_on_error
 from conf.runtime import progress, say
 from conf.schema import RunSection
 from conf.shapes import Shape, parse_shape
-from eval.examined import Request, best_of, examine, newest_head
-from eval.first_token import FirstToken, prove_first_token
-from eval.greedy_proof import GreedyCheck, Way, prove_greedy
 from eval.parser import Parser
+from eval.proof.examined import Request, best_of, examine, newest_head
+from eval.proof.first_token import FirstToken, prove_first_token
+from eval.proof.greedy_proof import GreedyCheck, Way, prove_greedy
+from eval.proof.toy import CASES, SEEDS, ToyResult, run_toy
 from eval.tables import aligned
-from eval.toy import CASES, SEEDS, ToyResult, run_toy
 
 SHAPES = ["4", "2x2x2", "dynamic:nodes=12,depth=4,top_k=3"]
 BATCH = 20

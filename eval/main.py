@@ -24,7 +24,7 @@ from eval.library import load_assistant
 from eval.measure import Asking, ExactRuns, run_exact, training_answers
 from eval.ngram import NgramTable
 from eval.output import StopStrings
-from eval.publish import publish
+from eval.pages.publish import publish
 from eval.report import EvalReport
 from eval.round_plan import rule_of
 from eval.speed import SpeedPlan, measure_speed

@@ -12,9 +12,9 @@ from data.records import TokenizedSample, Turn
 from data.template import encode_prompt
 from eval.acceptance import Counters, RankHits, total
 from eval.decode import DecodeSettings, decode
-from eval.difference import Difference, compare
 from eval.generation import Generation, Round
 from eval.ngram import NgramTable
+from eval.proof.difference import Difference, compare
 from models.eagle3 import Eagle3Draft
 from models.verifier import Verifier
 

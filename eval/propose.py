@@ -2,9 +2,9 @@
 
 A round knows neither transformers nor caches: it is given two sides that yield logits. The models
 are such sides (eval/sides.py), and so are the probability tables that prove the rules exact
-(eval/toy.py). Leading dimensions [...] are independent sequences. Guess i (0-based) is node i+1,
-node 0 is the root, the token emitted last; parents come before their children, and the children of
-a node stand in the order of their rank.
+(eval/proof/toy.py). Leading dimensions [...] are independent sequences. Guess i (0-based) is node
+i+1, node 0 is the root, the token emitted last; parents come before their children, and the
+children of a node stand in the order of their rank.
 """
 
 from dataclasses import dataclass

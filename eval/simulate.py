@@ -12,11 +12,11 @@ from pathlib import Path
 
 from conf.compose import sentence_on_error
 from conf.runtime import plain, say, write_atomically
-from eval.checks import check_lines
+from eval.arithmetic.checks import check_lines
+from eval.arithmetic.perturbed import NOISES, TARGET, acceptance, perturb
+from eval.arithmetic.simulations import LENGTHS, off_the_formula, run_all
 from eval.parser import Parser
-from eval.perturbed import NOISES, TARGET, acceptance, perturb
 from eval.plots import Curve, Labels, draw_curves
-from eval.simulations import LENGTHS, off_the_formula, run_all
 
 
 @dataclass(frozen=True)

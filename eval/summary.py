@@ -18,10 +18,10 @@ from eval.acceptance import (
     report_acceptance,
     total,
 )
-from eval.cautions import list_warnings
 from eval.foretold import foretell
 from eval.measure import ExactRuns, PromptRuns, count, count_answers, count_floor, count_ranks
 from eval.ngram import NgramTable
+from eval.pages.cautions import list_warnings
 from eval.positions import beyond_training, by_absolute, by_generated
 from eval.report import (
     DataOrigin,

@@ -183,7 +183,10 @@ def first_fault(words: argparse.Namespace) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     """Print what was asked for; 0 unless a check is off."""
     request = parse(argv)
-    from eval.theory_page import print_drafts, print_tables  # with matplotlib, half a second
+    from eval.arithmetic.theory_page import (  # with matplotlib, half a second
+        print_drafts,
+        print_tables,
+    )
 
     if request.alphas or request.survival or request.report:
         print_drafts(request)

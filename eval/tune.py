@@ -16,13 +16,13 @@ from shlex import quote
 from conf.compose import sentence_on_error
 from conf.runtime import say, write_atomically
 from conf.schema import ConfigError, RunSection
-from eval.advice import Advice, advise_on_figures, advise_on_report
-from eval.advice_page import render, to_json
+from eval.advice.advise import Advice, advise_on_figures, advise_on_report
+from eval.advice.page import render, to_json
+from eval.advice.question import Accept, Figures, Question, Stack, Target
+from eval.advice.serving import Place
 from eval.head_check import check_verifier, head_config, served_verifier
 from eval.parser import Parser
-from eval.question import Accept, Figures, Question, Stack, Target
 from eval.report_file import find_report, read_report
-from eval.serving import Place
 
 
 def newest_report(root: Path) -> Path:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from conf.shapes import StaticShape, chain, parse_shape
+from eval.proof.wrong_rules import judge_by_whole_draft, judge_by_whole_target
 from eval.propose import Proposal, lay_out
 from eval.rounds import verify
 from eval.tree_verify import Left, Tree, walk, walk_drawn
 from eval.verify import AcceptRule, Verdict, accept_drawn, given, overlap
-from eval.wrong_rules import judge_by_whole_draft, judge_by_whole_target
 
 HIGHEST = 1 - 2**-53
 BISECTIONS = 60

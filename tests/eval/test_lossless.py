@@ -12,16 +12,17 @@ import torch
 from conf.compose import load_saved, to_yaml
 from conf.schema import ConfigError, Precision, RunConfig, RunSection, VerifierSection
 from conf.shapes import parse_shape
-from eval import greedy_proof, lossless
+from eval import lossless
 from eval.decode import DecodeSettings, decode
-from eval.difference import compare
-from eval.examined import newest_head
-from eval.first_token import CASES as FIRST_CASES
-from eval.first_token import chance_of_control, count_first, prove_first_token, sides_after
-from eval.greedy_proof import Exam, Graded, Way, prove_greedy, rounding, tolerances
-from eval.toy import CASES, run_toy
+from eval.proof import greedy_proof
+from eval.proof.difference import compare
+from eval.proof.examined import newest_head
+from eval.proof.first_token import CASES as FIRST_CASES
+from eval.proof.first_token import chance_of_control, count_first, prove_first_token, sides_after
+from eval.proof.greedy_proof import Exam, Graded, Way, prove_greedy, rounding, tolerances
+from eval.proof.toy import CASES, run_toy
+from eval.proof.wrong_rules import Control
 from eval.verify import AcceptRule
-from eval.wrong_rules import Control
 from models.draft_file import save_draft
 from models.export.read import read_head
 from models.export.write import export_head
@@ -170,7 +171,7 @@ def test_tokens_left_out_change_no_probability(verifier: Verifier, make_draft):
 
 def test_prompts_where_a_wrong_rule_shows_are_taken(verifier: Verifier, make_draft, monkeypatch):
     draft, prompts = make_draft(vocab_size=60), [*PROMPTS, [9, 8, 7], [100, 3, 50]]
-    monkeypatch.setattr("eval.first_token.PROMPTS", 2)
+    monkeypatch.setattr("eval.proof.first_token.PROMPTS", 2)
     found = prove_first_token(verifier, draft, prompts, draws=2000)
     chance = [chance_of_control(sides_after(verifier, draft, ids), 2000) for ids in prompts]
     best = sorted(range(len(prompts)), key=lambda i: chance[i])[:2]
@@ -186,14 +187,14 @@ def test_a_draft_that_is_the_verifier_gets_no_control(verifier: Verifier, make_d
         own = sides.target[sides.target_ids]
         return replace(sides, drawn=own / own.sum(), ranked=own.log())
 
-    monkeypatch.setattr("eval.first_token.sides_after", alike)
+    monkeypatch.setattr("eval.proof.first_token.sides_after", alike)
     found = prove_first_token(verifier, draft, PROMPTS[:2], draws=2000)
     assert len(found) == 2 * (len(FIRST_CASES) - 1) and all(one.as_expected for one in found)
     assert "no control: draft and verifier agree" in lossless.describe_first(found, 2000)[-1]
 
 
 def test_a_verifier_without_a_choice_proves_nothing(verifier: Verifier, make_draft, monkeypatch):
-    monkeypatch.setattr("eval.first_token.SAMPLING", Sampling(temperature=1.0, top_k=1))
+    monkeypatch.setattr("eval.proof.first_token.SAMPLING", Sampling(temperature=1.0, top_k=1))
     assert prove_first_token(verifier, make_draft(), PROMPTS[:1], draws=100) == []
     assert "no prompt leaves the verifier a choice" in lossless.describe_first([], 100)[0]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from conf.choices import EvalRule
 from conf.schema import ConfigError
 from conf.shapes import DynamicShape, Shape, StaticShape, chain, parse_shape
+from eval.proof.toy import PRUNED, ROOT, VOCAB, TableDraft, TableTarget, make_tables
 from eval.propose import Proposal, lay_out, propose, top_ranks
 from eval.round_plan import RoundPlan, rule_of
-from eval.toy import PRUNED, ROOT, VOCAB, TableDraft, TableTarget, make_tables
 from eval.verify import AcceptRule
 from models.sampling import OwnDice, Sampling, SharedDice, probabilities
 

@@ -9,16 +9,16 @@ import torch
 from transformers import LlamaConfig
 
 from conf.shapes import StaticShape
-from eval.checks import Check, check_lines, drawn, exactly
-from eval.chi_square import against_exact, against_noisy, of_two_samples, quantile, tail
-from eval.enumeration import EXACT, Rule, enumerate_rule, random_pair
-from eval.perturbed import NOISES, TARGET, acceptance, divergence, perturb
-from eval.rollback import Event, N, rollback_checks, two_rounds, with_one_length
+from eval.arithmetic.checks import Check, check_lines, drawn, exactly
+from eval.arithmetic.enumeration import EXACT, Rule, enumerate_rule, random_pair
+from eval.arithmetic.perturbed import NOISES, TARGET, acceptance, divergence, perturb
+from eval.arithmetic.rollback import Event, N, rollback_checks, two_rounds, with_one_length
+from eval.arithmetic.simulations import by_context, first_token, tokens_a_call, walk_ranks
+from eval.arithmetic.table_rounds import Tables, easy_and_hard, exact_figures, play
+from eval.arithmetic.tree_theory import same_at_every_depth
+from eval.proof.chi_square import against_exact, against_noisy, of_two_samples, quantile, tail
 from eval.simulate import main
-from eval.simulations import by_context, first_token, tokens_a_call, walk_ranks
-from eval.table_rounds import Tables, easy_and_hard, exact_figures, play
 from eval.theory import expected_tokens
-from eval.tree_theory import same_at_every_depth
 from models.kv import KVCache
 
 # Printed in the course lesson: KL and exact acceptance of its three drafts.
@@ -51,7 +51,8 @@ def test_command_fails_on_a_figure_that_is_off(
 ):
     """An off-by-one in E."""
     monkeypatch.setattr(
-        "eval.simulations.expected_tokens", lambda alpha, n: expected_tokens(alpha, n - 1)
+        "eval.arithmetic.simulations.expected_tokens",
+        lambda alpha, n: expected_tokens(alpha, n - 1),
     )
     assert main(["--draws", "2000"]) == 1
     assert "off: large noise, N = 1" in capsys.readouterr().out

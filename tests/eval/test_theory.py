@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conf.schema import ConfigError
-from eval.published import CHAIN_RUNS, arithmetic_checks, chain_checks, survival_of
+from eval.arithmetic.published import CHAIN_RUNS, arithmetic_checks, chain_checks, survival_of
 from eval.theory import (
     Best,
     best_n,
@@ -82,7 +82,7 @@ def test_the_band_by_brute_force():
 def test_published_checks_pass_and_an_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch):
     assert all(check.passed for check in [*arithmetic_checks(), *chain_checks()])
     monkeypatch.setattr(
-        "eval.published.expected_tokens", lambda alpha, n: expected_tokens(alpha, n - 1)
+        "eval.arithmetic.published.expected_tokens", lambda alpha, n: expected_tokens(alpha, n - 1)
     )
     assert not all(check.passed for check in arithmetic_checks())
 
@@ -149,7 +149,7 @@ def test_command_without_arguments(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_command_fails_when_a_check_is_off(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("eval.published.CHAIN_REACH", 0.0)
+    monkeypatch.setattr("eval.arithmetic.published.CHAIN_REACH", 0.0)
     assert main([]) == 1
     assert "off: Vicuna-7B" in capsys.readouterr().out
 

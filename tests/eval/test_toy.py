@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eval.chi_square import chi_square_p
-from eval.toy import (
+from eval.proof.chi_square import chi_square_p
+from eval.proof.toy import (
     BLOCKS,
     CASES,
     CONTROLS,
@@ -17,8 +17,8 @@ from eval.toy import (
     make_tables,
     run_toy,
 )
+from eval.proof.wrong_rules import Control
 from eval.verify import AcceptRule
-from eval.wrong_rules import Control
 from models.sampling import Sampling
 
 QUICK = 10_000  # sequences

@@ -5,15 +5,15 @@ from itertools import combinations
 import pytest
 
 from conf.shapes import StaticShape, chain, parse_shape
-from eval.theory import expected_tokens
-from eval.tree_compare import Comparisons, compare_heads, leaf_lines
-from eval.tree_theory import (
+from eval.arithmetic.tree_compare import Comparisons, compare_heads, leaf_lines
+from eval.arithmetic.tree_theory import (
     HEADS,
     best_tree,
     expected_tokens_of_tree,
     node_chances,
     same_at_every_depth,
 )
+from eval.theory import expected_tokens
 
 # tokens a call / speed-up at c = .05, guesses verified for nothing
 KNOWN = {

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from conf.shapes import DynamicShape, Shape, StaticShape, chain, parse_shape
+from eval.proof.toy import CHAIN, DYNAMIC, TREE, VOCAB, TableDraft, TableTarget, make_tables
 from eval.propose import Proposal, lay_out, propose
 from eval.round_plan import RoundPlan
 from eval.rounds import RANKS, judge_proposal, ranks_of, verify
-from eval.toy import CHAIN, DYNAMIC, TREE, VOCAB, TableDraft, TableTarget, make_tables
 from eval.tree_verify import children_of, walk_certain, walk_drawn, walk_greedy
 from eval.verify import AcceptRule, accept_certain, accept_drawn, accept_greedy, given
 from models.sampling import OwnDice, Sampling, SharedDice

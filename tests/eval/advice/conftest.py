@@ -8,6 +8,7 @@ import pytest
 
 from conf.schema import EvalSection
 from eval.acceptance import Counters, Interval, RankHits
+from eval.advice.serving import Place
 from eval.report import (
     DataOrigin,
     Differing,
@@ -21,7 +22,6 @@ from eval.report import (
     TemperatureFigures,
     TrainingEstimate,
 )
-from eval.serving import Place
 from eval.speed_report import (
     Baselines,
     CostTable,

@@ -8,8 +8,8 @@ import pytest
 
 from conf.compose import load_config
 from conf.shapes import parse_shape
-from eval.advice import Advice, advise_on_figures, advise_on_report
-from eval.question import Accept, Figures, Question, Stack
+from eval.advice.advise import Advice, advise_on_figures, advise_on_report
+from eval.advice.question import Accept, Figures, Question, Stack
 from models.eagle3 import DraftConfig
 
 GREEDY_VLLM = (

@@ -2,10 +2,10 @@
 
 import pytest
 
-from eval.acceptance_mix import between, lengthened, mixed
-from eval.advice import Advice, advise_on_figures, advise_on_report
-from eval.costs_at import table_at
-from eval.question import Accept, Figures, Question, Stack, Target
+from eval.advice.acceptance_mix import between, lengthened, mixed
+from eval.advice.advise import Advice, advise_on_figures, advise_on_report
+from eval.advice.costs_at import table_at
+from eval.advice.question import Accept, Figures, Question, Stack, Target
 from eval.report import EvalReport
 
 WARM = (0.6, 0.36, 0.216, 0.13)

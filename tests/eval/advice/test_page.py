@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.advice import Advice, advise_on_figures, advise_on_report
-from eval.advice_page import render, to_json
-from eval.question import Figures, Question, Stack, Target
+from eval.advice.advise import Advice, advise_on_figures, advise_on_report
+from eval.advice.page import render, to_json
+from eval.advice.question import Figures, Question, Stack, Target
 from eval.report import to_json as report_json
 from eval.report_file import read_report
 from eval.tune import main

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from eval.advice import advise_on_figures, advise_on_report
-from eval.question import Figures, Question, Stack
+from eval.advice.advise import advise_on_figures, advise_on_report
+from eval.advice.question import Figures, Question, Stack
 from eval.speed_report import CostTable
 
 EYRIE = Question(stack=Stack.eyrie)

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from conf.compose import to_yaml
 from conf.schema import ConfigError, RunConfig, RunSection, VerifierSection
 from data.manifest import FORMAT_VERSION, Manifest, write_manifest
-from eval.advice import advise_on_figures, advise_on_report
+from eval.advice.advise import advise_on_figures, advise_on_report
+from eval.advice.question import Accept, Figures, Question, Stack, Target
 from eval.head_check import check_verifier
-from eval.question import Accept, Figures, Question, Stack, Target
 from eval.report import to_json
 from eval.tune import advise, main, parser
 from models.draft_file import CONFIG

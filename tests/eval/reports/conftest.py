@@ -9,9 +9,9 @@ from conf.schema import EvalSection
 from data.eval_prompts import EvalPrompt
 from data.records import Turn
 from eval.acceptance import Interval
-from eval.difference import Difference
 from eval.measure import Answer, ExactRuns, PromptRuns
 from eval.ngram import NgramTable
+from eval.proof.difference import Difference
 from eval.report import DataOrigin, EvalReport, EvalSettings
 from eval.speed_report import (
     Baselines,

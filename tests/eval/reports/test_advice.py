@@ -13,12 +13,13 @@ from conf.schema import ConfigError, EvalSection
 from conf.shapes import parse_shape
 from eval import tune
 from eval.acceptance import Counters, Interval, RankHits
-from eval.acceptance_mix import Mix, Part, lengthened, mixed
-from eval.advice import Advice, advise_on_figures, advise_on_report
-from eval.advice_page import render, to_json
-from eval.costs_at import table_at
-from eval.heat import PAYS
-from eval.question import Accept, Figures, Question, Stack, Target
+from eval.advice.acceptance_mix import Mix, Part, lengthened, mixed
+from eval.advice.advise import Advice, advise_on_figures, advise_on_report
+from eval.advice.costs_at import table_at
+from eval.advice.heat import PAYS
+from eval.advice.page import render, to_json
+from eval.advice.question import Accept, Figures, Question, Stack, Target
+from eval.advice.serving import Place
 from eval.report import (
     DataOrigin,
     EvalReport,
@@ -32,7 +33,6 @@ from eval.report import (
     TrainingEstimate,
     jsonable,
 )
-from eval.serving import Place
 from eval.speed_report import (
     Baselines,
     CostTable,

@@ -12,13 +12,13 @@ from typing import Any
 
 from conf.compose import load_config
 from conf.schema import EvalSection, Precision, StepKind
-from eval.html_page import render_html
 from eval.measure import ExactRuns
-from eval.page import render_page
-from eval.prose import command
-from eval.publish import publish, terminal_lines
+from eval.pages.html_page import render_html
+from eval.pages.page import render_page
+from eval.pages.prose import command
+from eval.pages.publish import publish, terminal_lines
+from eval.pages.report_plots import Plot, draw_report
 from eval.report import to_json
-from eval.report_plots import Plot, draw_report
 from eval.tables import shown
 
 RAW = ("settings", "by_prompt", "timings", "provenance", "by_n", "by_tree")  # the last: by_batch

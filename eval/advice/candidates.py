@@ -6,10 +6,10 @@ from statistics import median
 
 from conf.shapes import DynamicShape, StaticShape, chain, parse_shape
 from eval.acceptance import Interval
-from eval.acceptance_mix import Mix
+from eval.advice.acceptance_mix import Mix
+from eval.arithmetic.tree_theory import HitRates, best_tree, expected_tokens_of_tree
 from eval.speed_report import CostTable, ShapeSpeed, interpolate
 from eval.theory import BAND
-from eval.tree_theory import HitRates, best_tree, expected_tokens_of_tree
 
 TREE_BUDGETS = (4, 8, 14, 24, 48)  # guesses a round that trees are searched for
 

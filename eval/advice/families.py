@@ -6,7 +6,7 @@ greedy). They rank the families; none of them predicts a head of yours.
 
 from dataclasses import dataclass
 
-from eval.question import Figures, Question, Stack
+from eval.advice.question import Figures, Question, Stack
 
 FROM_TRAINING = 60_000  # dialogues: the smallest set that a published head was trained on
 DEAR = 0.05  # Leviathan (2211.17192): useful draft models cost less a step

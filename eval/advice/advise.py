@@ -3,15 +3,14 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from eval.candidates import Candidate, Chains, weigh_chains, weigh_trees
-from eval.choice import Choice, choose, served
-from eval.evidence import GREEDY, Evidence, evidence_of_figures, evidence_of_report
-from eval.families import FamilyAdvice, choose_family, family_of_report
-from eval.heat import PAYS, Gate, gate_of
-from eval.question import Figures, Question, check_figures, check_question
-from eval.report import EvalReport
-from eval.request_time import RequestTime, request_time
-from eval.serving import (
+from eval.advice.candidates import Candidate, Chains, weigh_chains, weigh_trees
+from eval.advice.choice import Choice, choose, served
+from eval.advice.evidence import GREEDY, Evidence, evidence_of_figures, evidence_of_report
+from eval.advice.families import FamilyAdvice, choose_family, family_of_report
+from eval.advice.heat import PAYS, Gate, gate_of
+from eval.advice.question import Figures, Question, check_figures, check_question
+from eval.advice.request_time import RequestTime, request_time
+from eval.advice.serving import (
     FORBIDDEN,
     Place,
     Serving,
@@ -22,7 +21,8 @@ from eval.serving import (
     version_of,
     why_not,
 )
-from eval.telemetry import Signal, signals
+from eval.advice.telemetry import Signal, signals
+from eval.report import EvalReport
 from eval.theory import continued
 
 SHOWN_TREES = 3

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from conf.shapes import StaticShape, chain, parse_shape
-from eval.tables import aligned
-from eval.theory import best_n_of_alpha, round_cost
-from eval.tree_theory import (
+from eval.arithmetic.tree_theory import (
     BRANCHY,
     HEADS,
     Head,
@@ -14,6 +12,8 @@ from eval.tree_theory import (
     node_chances,
     same_at_every_depth,
 )
+from eval.tables import aligned
+from eval.theory import best_n_of_alpha, round_cost
 
 LONGEST = 40  # chain that is compared; every best one is shorter
 BUDGETS = (0.0, 0.01)  # cost of a verified guess, in plain verifier steps

@@ -7,7 +7,7 @@ length stay where they are, unseen, until the next forward writes over them.
 
 from dataclasses import dataclass, field
 
-from eval.checks import Check, exactly
+from eval.arithmetic.checks import Check, exactly
 from eval.tables import aligned
 
 N = 4  # guesses a round

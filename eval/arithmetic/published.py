@@ -5,7 +5,7 @@ Each is a fact with its source; nothing here was measured by us.
 
 from dataclasses import dataclass
 
-from eval.checks import Check, exactly
+from eval.arithmetic.checks import Check, exactly
 from eval.theory import (
     Best,
     best_n_of_alpha,

@@ -1,7 +1,7 @@
 """The report as sections that a colleague understands, and as a Markdown page of them."""
 
 from eval.acceptance import Interval
-from eval.acceptance_page import (
+from eval.pages.acceptance_page import (
     by_depth,
     by_range,
     by_rank,
@@ -9,10 +9,10 @@ from eval.acceptance_page import (
     by_temperature,
     foretold,
 )
-from eval.prose import how, limits, reproduce
+from eval.pages.prose import how, limits, reproduce
+from eval.pages.report_plots import Plot
+from eval.pages.speed_page import speed_sections
 from eval.report import EvalReport
-from eval.report_plots import Plot
-from eval.speed_page import speed_sections
 from eval.tables import Grid, Row, Section, markdown, shown, span
 
 

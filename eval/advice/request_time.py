@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from eval.candidates import Candidate
-from eval.evidence import Evidence, speeds_at
-from eval.question import Question, Target
+from eval.advice.candidates import Candidate
+from eval.advice.evidence import Evidence, speeds_at
+from eval.advice.question import Question, Target
 from eval.report import EvalReport
 from eval.speed_report import Baselines, Latency
 

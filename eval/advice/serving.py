@@ -12,9 +12,9 @@ from packaging.version import InvalidVersion, Version
 
 from conf.schema import ConfigError
 from conf.shapes import DynamicShape, parse_shape
-from eval.candidates import Candidate
-from eval.families import EAGLE3, Family
-from eval.question import Question, Stack
+from eval.advice.candidates import Candidate
+from eval.advice.families import EAGLE3, Family
+from eval.advice.question import Question, Stack
 from models.eagle3 import DraftConfig
 
 READ = {Stack.vllm: "0.32.0", Stack.sglang: "0.5.23"}

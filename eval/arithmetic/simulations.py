@@ -13,20 +13,18 @@ from torch import Tensor
 
 from conf.runtime import progress
 from conf.shapes import StaticShape, chain, parse_shape
-from eval.checks import Check, above, below, drawn, exactly, share
-from eval.chi_square import against_exact, against_noisy, of_two_samples, quantile, tail
-from eval.enumeration import EXACT, Rule, enumerate_rule, random_pair
-from eval.perturbed import NOISES, TARGET, acceptance, divergence, perturb
-from eval.rollback import rollback_checks, rollback_lines, two_rounds
-from eval.table_rounds import (
+from eval.arithmetic.checks import Check, above, below, drawn, exactly, share
+from eval.arithmetic.enumeration import EXACT, Rule, enumerate_rule, random_pair
+from eval.arithmetic.perturbed import NOISES, TARGET, acceptance, divergence, perturb
+from eval.arithmetic.rollback import rollback_checks, rollback_lines, two_rounds
+from eval.arithmetic.table_rounds import (
     Tables,
     easy_and_hard,
     exact_figures,
     first_tokens_without_residual,
     play,
 )
-from eval.theory import expected_tokens
-from eval.tree_theory import (
+from eval.arithmetic.tree_theory import (
     BRANCHY,
     HEADS,
     HitRates,
@@ -34,6 +32,8 @@ from eval.tree_theory import (
     expected_tokens_of_tree,
     same_at_every_depth,
 )
+from eval.proof.chi_square import against_exact, against_noisy, of_two_samples, quantile, tail
+from eval.theory import expected_tokens
 
 LENGTHS = (1, 3, 5, 7, 10)  # of chains
 ROUNDS = 10  # one after another; ``draws`` is the number of rounds in all

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from conf.runtime import progress
 from conf.shapes import parse_shape
-from eval.chi_square import chi_square_p
+from eval.proof.chi_square import chi_square_p
+from eval.proof.wrong_rules import Control, Seen, judge_wrongly
 from eval.propose import Proposal, propose
 from eval.round_plan import RoundPlan
 from eval.rounds import judge_proposal
 from eval.sides import DraftDecoder, TargetDecoder
 from eval.verify import AcceptRule, Verdict, scatter_to_target
-from eval.wrong_rules import Control, Seen, judge_wrongly
 from models.eagle3 import Eagle3Draft
 from models.sampling import Dice, Sampling, SharedDice, probabilities
 from models.steps import Steps

@@ -2,8 +2,8 @@
 
 import json
 
-from eval.advice import Advice
-from eval.candidates import Candidate
+from eval.advice.advise import Advice
+from eval.advice.candidates import Candidate
 from eval.report import jsonable
 from eval.tables import shown, span, table
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from conf.schema import ConfigError
-from eval.acceptance_mix import Mix, lengthened, mixed, one_part
-from eval.candidates import Timed
-from eval.costs_at import table_at, table_of_speeds
-from eval.heat import Heat, Reading, pick_rule, readings_of
-from eval.question import EXACT, Figures, Question
+from eval.advice.acceptance_mix import Mix, lengthened, mixed, one_part
+from eval.advice.candidates import Timed
+from eval.advice.costs_at import table_at, table_of_speeds
+from eval.advice.heat import Heat, Reading, pick_rule, readings_of
+from eval.advice.question import EXACT, Figures, Question
 from eval.report import EvalReport
 from eval.speed_report import CostTable, ShapeSpeed
 from eval.theory import MAX_N

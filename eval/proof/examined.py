@@ -15,7 +15,7 @@ from data.eval_prompts import EvalPrompt, read_prompts, take
 from data.records import Turn
 from data.template import encode_prompt
 from eval.decode import DecodeSettings
-from eval.greedy_proof import Exam
+from eval.proof.greedy_proof import Exam
 from models.draft_file import CONFIG, load_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.check import read_config

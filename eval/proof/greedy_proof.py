@@ -17,8 +17,8 @@ from torch import Tensor
 from conf.runtime import progress
 from conf.shapes import Shape
 from eval.decode import DecodeSettings, decode
-from eval.difference import Difference, compare
 from eval.generation import Generation
+from eval.proof.difference import Difference, compare
 from models.eagle3 import Eagle3Draft
 from models.kv import KVCache
 from models.verifier import Verifier

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from conf.runtime import say, write_atomically
-from eval.html_page import render_html
-from eval.page import headline, render_page
+from eval.pages.html_page import render_html
+from eval.pages.page import headline, render_page
+from eval.pages.report_plots import draw_report
 from eval.report import EvalReport, to_json
-from eval.report_plots import draw_report
 from eval.tables import aligned, shown
 
 

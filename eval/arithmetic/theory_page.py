@@ -8,9 +8,10 @@ from typing import Any
 
 from conf.runtime import plain, say, write_atomically
 from conf.schema import ConfigError
-from eval.checks import check_lines
+from eval.arithmetic.checks import check_lines
+from eval.arithmetic.published import arithmetic_checks, chain_checks
+from eval.arithmetic.tree_compare import BUDGETS, compare_heads, leaf_lines, tree_lines
 from eval.plots import Curve, Labels, draw_curves
-from eval.published import arithmetic_checks, chain_checks
 from eval.tables import aligned
 from eval.theory import (
     MAX_N,
@@ -24,7 +25,6 @@ from eval.theory import (
     speedup,
     time_per_token,
 )
-from eval.tree_compare import BUDGETS, compare_heads, leaf_lines, tree_lines
 
 ALPHAS = (0.50, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95)
 COSTS = (0.01, 0.02, 0.04, 0.05, 0.10, 0.20, 0.30)

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.candidates import Candidate
-from eval.evidence import Evidence
-from eval.heat import PAYS, Gate
-from eval.question import Question, Stack
-from eval.request_time import RequestTime
+from eval.advice.candidates import Candidate
+from eval.advice.evidence import Evidence
+from eval.advice.heat import PAYS, Gate
+from eval.advice.question import Question, Stack
+from eval.advice.request_time import RequestTime
 
 NORMAL = 1.96  # standard errors of a 95 % interval
 

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from eval.page import headline_grid, sections, summary_sentence, title
+from eval.pages.page import headline_grid, sections, summary_sentence, title
+from eval.pages.report_plots import Plot
 from eval.report import EvalReport
-from eval.report_plots import Plot
 from eval.tables import Block, Bullets, Command, Grid, Section
 
 TEMPLATE = Path(__file__).with_name("report.html")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.schema import ConfigError
-from eval.acceptance_mix import between, one_part
-from eval.question import Accept
+from eval.advice.acceptance_mix import between, one_part
+from eval.advice.question import Accept
 from eval.report import EvalReport
 
 PAYS = 1.05  # speed-ups below it are not worth a second model in service

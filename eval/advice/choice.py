@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.candidates import Candidate, Chains, overhead
-from eval.question import Stack
+from eval.advice.candidates import Candidate, Chains, overhead
+from eval.advice.question import Stack
 from eval.theory import BAND
 
 ERROR = 0.05  # what a prediction may be off by; measurements that differ by more overrule it

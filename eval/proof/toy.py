@@ -3,7 +3,7 @@
 Tables of logits over a few tokens, indexed by the last two tokens of a path, go through the very
 proposals and judgements that models go through (eval/propose.py, eval/rounds.py), 50,000 sequences
 side by side. Blocks of the first 1, 2 and 3 tokens are compared with their exact probabilities.
-Rules that are known to be wrong (eval/wrong_rules.py) go through the same test and must fail it.
+Rules that are known to be wrong (eval/proof/wrong_rules.py) take the same test and must fail it.
 """
 
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from conf.shapes import DynamicShape, parse_shape
-from eval.chi_square import chi_square_p
+from eval.proof.chi_square import chi_square_p
+from eval.proof.wrong_rules import Control, Seen, judge_wrongly
 from eval.propose import Proposal, lay_out, propose
 from eval.round_plan import RoundPlan
 from eval.rounds import judge_proposal
 from eval.verify import AcceptRule, Verdict, scatter_to_target
-from eval.wrong_rules import Control, Seen, judge_wrongly
 from models.sampling import Dice, Sampling, SharedDice, probabilities
 
 VOCAB = 6
