@@ -9,6 +9,7 @@ from eval import costs
 from eval.costs import StepBench, against, sizes, text_of, time_steps
 from eval.decode import DecodeSettings
 from eval.speed import SpeedPlan, measure_speed
+from eval.speed_report import CostTable
 from eval.timed import Question
 from models.steps import Steps
 from models.verifier import Verifier
@@ -81,3 +82,11 @@ def test_the_table_agrees_with_the_loop(verifier: Verifier, make_draft, monkeypa
             speed = at.shapes[shape.name]
             looped = (speed.v + speed.d) / (1 - speed.split.rest)
             assert looped / 4 < table.round_cost(shape.nodes, shape.fed) < looped * 4
+
+
+def test_a_round_costs_what_its_levels_feed():
+    """2x2x2: the draft runs once, then on 2 nodes and on 4; leaves are never fed."""
+    assert list(parse_shape("2x2x2", "test").fed) == [2, 4]
+    assert list(parse_shape("[[0],[1],[0,0],[0,0,0]]", "test").fed) == [1, 1]
+    table = CostTable(1, 256, 0.02, {1: 1.0, 15: 1.6}, 0.05, {1: 0.05, 2: 0.055, 4: 0.07}, 0.02)
+    assert table.round_cost(14, [2, 4]) == pytest.approx(0.05 + 0.055 + 0.07 + 1.6 + 0.02)
