@@ -23,7 +23,7 @@ from eval.report import EvalReport
 from eval.report_file import read_report
 from launch.served_cause import Evidence, find_causes
 from launch.served_client import Ends, ServedClient, address_of
-from launch.served_compare import compare, compare_answers
+from launch.served_compare import compare
 from launch.served_evidence import (
     HeadSide,
     ServerSide,
@@ -33,6 +33,7 @@ from launch.served_evidence import (
     quantisation_of,
     template_side,
 )
+from launch.served_identity import Identity, compare_answers
 from launch.served_page import Outcome, as_json, first_words, page
 from launch.served_run import Asking, Question, Served, ask_all, choose_questions, longest
 from launch.vllm_server import BUILT, QUANTISED, ServerPlan, find_python, vllm_server
@@ -58,10 +59,20 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What is known of the server besides what it answers; None: not known."""
+
+    dtype: str | None
+    quantisation: str | None = None
+
+
+@dataclass(frozen=True)
 class Found:
-    """What the server with the head gave."""
+    """What the server with the head gave, beside the one without."""
 
     served: Served
+    plain: Served | None
+    identity: Identity | None
     server: ServerSide
     template: TemplateSide
 
@@ -160,8 +171,8 @@ def ask_running(job: Job, chosen: Namespace) -> Outcome:
         guided = stack.enter_context(client_of(chosen.url, "--url", chosen))
         if chosen.plain_url:
             plain = stack.enter_context(client_of(chosen.plain_url, "--plain-url", chosen))
-            bare = ask_all(plain, job.questions, job.asking, "without the head")
-        return judge(job, look(job, guided, dtype, None), bare)
+            bare = without_head(job, plain)
+        return judge(job, look(job, guided, bare, Told(dtype)))
 
 
 def client_of(url: str, option: str, chosen: Namespace) -> ServedClient:
@@ -178,14 +189,13 @@ def ask_started(job: Job, chosen: Namespace) -> Outcome:
         vllm_server(replace(plan, head=None), logs / "plain.log") as running,
         ServedClient(running.url, chosen.timeout) as client,
     ):
-        bare = ask_all(client, job.questions, job.asking, "without the head")
+        bare = without_head(job, client)
     with (
         vllm_server(plan, logs / "head.log") as running,
         ServedClient(running.url, chosen.timeout) as client,
     ):
-        dtype = running.built(BUILT) or plan.dtype
-        found = look(job, client, dtype, running.built(QUANTISED))
-    return judge(job, found, bare)
+        told = Told(running.built(BUILT) or plan.dtype, running.built(QUANTISED))
+        return judge(job, look(job, client, bare, told))
 
 
 def plan_of(job: Job, chosen: Namespace) -> ServerPlan:
@@ -207,9 +217,22 @@ def plan_of(job: Job, chosen: Namespace) -> ServerPlan:
 # ---- what it came to ---------------------------------------------------------------------------
 
 
-def look(job: Job, client: ServedClient, dtype: str | None, quantisation: str | None) -> Found:
+def without_head(job: Job, client: ServedClient) -> Served:
+    """Raises ConfigError when the server speculates all the same."""
+    bare = ask_all(client, job.questions, job.asking, "without the head")
+    if bare.positions:
+        raise ConfigError(
+            f"{client.url}: speculates, and must serve the verifier alone; start it without "
+            "--speculative-config"
+        )
+    return bare
+
+
+def look(job: Job, client: ServedClient, bare: Served | None, told: Told) -> Found:
     """Ask the server with the head everything. Raises ConfigError where it cannot be compared."""
-    room, needed = client.model.max_len, longest(job.questions, job.asking)
+    facts = load_facts(job.cfg.verifier, cache_dir(job.cfg))
+    room, root = client.model.max_len, client.model.root
+    needed = min(longest(job.questions, job.asking), facts.max_positions)
     if room is not None and room < needed:
         raise ConfigError(
             f"--tokens={job.asking.ends.tokens}: prompts and answers need up to {needed} positions "
@@ -217,20 +240,19 @@ def look(job: Job, client: ServedClient, dtype: str | None, quantisation: str | 
         )
     template = template_side(client, job.questions, job.asking)
     served = ask_all(client, job.questions, job.asking, "with the head")
-    root = client.model.root
-    if quantisation is None and root is not None and (Path(root) / "config.json").is_file():
-        quantisation = quantisation_of(Path(root))
-    server = ServerSide(dtype, quantisation, other_verifier(job.cfg, root), room)
-    return Found(served, server, template)
+    identity = None if bare is None else compare_answers(bare, served, client)
+    server = ServerSide(told.dtype, told.quantisation, other_verifier(job.cfg, root))
+    return Found(served, bare, identity, server, template)
 
 
-def judge(job: Job, found: Found, bare: Served | None) -> Outcome:
+def judge(job: Job, found: Found) -> Outcome:
     comparison = compare(job.questions, found.served, job.report.settings.eval.bootstrap)
     evidence = Evidence(
         run=job.run,
         report=job.report,
         facts=load_facts(job.cfg.verifier, cache_dir(job.cfg)),
         trained_dtype=job.cfg.verifier.dtype.value,
+        own_quantisation=quantisation_of(resolve(job.cfg.verifier.path, cache_dir(job.cfg))),
         questions=job.questions,
         served=found.served,
         comparison=comparison,
@@ -243,8 +265,8 @@ def judge(job: Job, found: Found, bare: Served | None) -> Outcome:
         report=job.report,
         comparison=comparison,
         served=found.served,
-        plain=bare,
-        identity=None if bare is None else compare_answers(bare, found.served),
+        plain=found.plain,
+        identity=found.identity,
         tokens=job.asking.ends.tokens,
         dtype=found.server.dtype,
         causes=find_causes(evidence),

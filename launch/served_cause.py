@@ -33,6 +33,7 @@ class Evidence:
     report: EvalReport
     facts: VerifierFacts
     trained_dtype: str  # of the states that the head learnt from
+    own_quantisation: str | None  # of the verifier that it learnt from
     questions: Sequence[Question]
     served: Served
     comparison: Comparison
@@ -147,9 +148,9 @@ def other_verifier(e: Evidence) -> Iterator[Cause]:
             e.server.other_verifier,
             "serve the verifier that the head was trained on, or train a head for this one",
         )
-    elif e.server.quantization:
+    elif e.server.quantisation and not e.own_quantisation:
         yield Cause(
-            f"the server quantises its verifier ({e.server.quantization})",
+            f"the server quantises its verifier ({e.server.quantisation})",
             "serve it as the head was trained, or train a head on the quantised verifier's states",
         )
 

@@ -1,5 +1,6 @@
 """One vLLM server over HTTP: what it serves, its counters, and one greedy answer after another."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ Reader = Callable[[httpx.Response], Result]
 LOCAL = ("127.0.0.1", "localhost", "::1")
 CONNECT = 10.0  # seconds until a connection must stand
 SETTLE, PAUSE = 10.0, 0.05  # seconds that counters may lag behind an answer; between two looks
+TOKEN = "token_id:"  # what vLLM calls a token by its id
+TOP = 5  # tokens whose logprobs are told, which every server allows
 # Servers take what is left out from the model's generation_config.json.
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -113,6 +116,15 @@ class ServedClient:
         """The greedy answer to messages, rendered as the server does for everybody."""
         return self._timed("/v1/chat/completions", {"messages": messages, **self._limits(ends)})
 
+    def gap(self, prompt_ids: list[int], one: int, other: int) -> float:
+        """Nats between two tokens after a prompt; infinite when one of them is far down."""
+        body = {"prompt": prompt_ids, **self._limits(Ends(1))}
+        body |= {"logprobs": TOP, "return_tokens_as_token_ids": True}
+        logprobs = self._ask("POST", "/v1/completions", body, first_logprobs)
+        far = -math.inf
+        gap = abs(logprobs.get(one, far) - logprobs.get(other, far))
+        return math.inf if math.isnan(gap) else gap
+
     def _limits(self, ends: Ends) -> dict[str, Any]:
         limits = {
             "model": self.model.name,
@@ -192,3 +204,10 @@ def answer_of(reply: httpx.Response) -> Replied:
     if not ids or not prompt:
         raise ValueError("no token ids in it, which vLLM tells from version 0.10.2 on")
     return Replied(integers(prompt), ids, 0.0)
+
+
+def first_logprobs(reply: httpx.Response) -> dict[int, float]:
+    """Token id -> logprob of the likeliest first tokens of an answer."""
+    told_here = body_of(reply)["choices"][0]["logprobs"]["top_logprobs"][0]
+    named = {name: value for name, value in table(told_here).items() if name.startswith(TOKEN)}
+    return {int(name.removeprefix(TOKEN)): float(value) for name, value in named.items()}

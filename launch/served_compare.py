@@ -106,32 +106,3 @@ class Pairs:
 
 def share(counters: Counters, first: int, end: int) -> float:
     return ratio(sum(counters.accepted_by_depth[first:end]), counters.rounds)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Conversations whose answers are, token by token, those of the server without the head."""
-
-    checked: int
-    identical: int
-    first: str | None = None  # where the first of the others parts, in a sentence
-
-
-def compare_answers(plain: Served, served: Served) -> Identity:
-    pairs = list(zip(plain.talks, served.talks, strict=True))
-    parted = [(one.id, *part(one.ids, other.ids)) for one, other in pairs if one.ids != other.ids]
-    first = None
-    if parted:
-        name, turn, token = parted[0]
-        first = f"{name} parts in its answer {turn + 1} at token {token}"
-    return Identity(len(pairs), len(pairs) - len(parted), first)
-
-
-def part(ours: list[list[int]], theirs: list[list[int]]) -> tuple[int, int]:
-    """Which answer differs first, and from which token on."""
-    turn = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-    if turn is None:
-        return min(len(ours), len(theirs)), 0
-    pair = zip(ours[turn], theirs[turn], strict=False)
-    shorter = min(len(ours[turn]), len(theirs[turn]))
-    return turn, next((i for i, (a, b) in enumerate(pair) if a != b), shorter)

@@ -47,9 +47,8 @@ class HeadSide:
 @dataclass(frozen=True)
 class ServerSide:
     dtype: str | None  # None: not known
-    quantization: str | None
+    quantisation: str | None  # that its log tells
     other_verifier: str | None  # how its verifier is not the run's
-    max_len: int | None
 
 
 @dataclass(frozen=True)

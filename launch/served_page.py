@@ -8,7 +8,8 @@ from conf.runtime import plain
 from eval.report import EvalReport
 from eval.tables import Row, aligned, shown, span
 from launch.served_cause import Cause
-from launch.served_compare import Comparison, Difference, Identity
+from launch.served_compare import Comparison, Difference
+from launch.served_identity import Identity
 from launch.served_run import Served
 
 FEW = 20  # prompts; of fewer the intervals say little
@@ -28,9 +29,9 @@ class Outcome:
 
     @property
     def broken(self) -> bool:
-        """Rounding aside, speculation changes no answer."""
-        known = self.identity is not None and self.dtype == "float32"
-        return known and self.identity is not None and self.identity.first is not None
+        """The head changes answers, rounding aside; outside float32 that cannot be told apart."""
+        exact = self.dtype == "float32" and self.identity is not None
+        return exact and bool(self.identity and self.identity.changed(self.dtype))
 
     @property
     def code(self) -> int:
@@ -97,18 +98,21 @@ def speed(outcome: Outcome) -> list[str]:
 
 
 def answers(outcome: Outcome) -> list[str]:
-    found = outcome.identity
+    found, dtype = outcome.identity, outcome.dtype
     if found is None:
         return ["identical answers: not checked, there was no server without the head"]
     line = f"identical answers: {found.identical} of {found.checked}"
-    if found.first is None:
+    if not found.parted:
         return [line]
-    why = (
-        "rounding at near ties parts answers outside float32"
-        if outcome.dtype != "float32"
-        else "in float32 none should part unless two tokens tie"
-    )
-    return [f"{line}; {found.first}; {why}"]
+    ties = sum(one.tie(dtype) for one in found.parted)
+    graded = [one for one in found.parted if one.gap is not None]
+    first = (found.changed(dtype) or found.parted)[0]
+    return [
+        f"{line}; {ties} of {len(graded)} others looked at part at a near tie, which rounding "
+        f"decides ({dtype or 'precision not known'})",
+        f"  {first.id}, answer {first.answer}: parts at token {first.token}, two tokens "
+        f"{shown(first.gap)} nats apart",
+    ]
 
 
 def cautions(outcome: Outcome) -> list[str]:

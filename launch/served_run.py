@@ -1,7 +1,7 @@
 """The report's conversations, asked of a server: greedy answers, counters and seconds of each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from data.render import messages
 from data.template import encode_prompt
 from eval.acceptance import Counters
 from eval.examined import first_question
+from eval.measure import TOO_LONG
 from eval.report import EvalReport
 from launch.served_client import Ends, Replied, ServedClient
 
@@ -153,13 +154,15 @@ def ask(client: ServedClient, prompt: EvalPrompt, asking: Asking) -> Talked:
 
 
 def answer(client: ServedClient, turns: list[Turn], asking: Asking) -> Exchange:
-    """Raises RowRefused when the template does not take the turns."""
+    """Raises RowRefused when the template does not take the turns, or no position is left."""
     ours = asking.ids(turns)
+    room = asking.ends.tokens if client.model.max_len is None else client.model.max_len - len(ours)
+    if room < 1:
+        raise RowRefused(TOO_LONG)
+    ends = replace(asking.ends, tokens=min(asking.ends.tokens, room))
     if asking.by_chat:
-        reply = client.chat(messages(tuple(turns)), asking.ends)
-    else:
-        reply = client.complete(ours, asking.ends)
-    return Exchange(ours, reply)
+        return Exchange(ours, client.chat(messages(tuple(turns)), ends))
+    return Exchange(ours, client.complete(ours, ends))
 
 
 def longest(questions: Sequence[Question], asking: Asking) -> int:
