@@ -17,11 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.compose import to_yaml
-from conf.schema import ConfigError, DraftSection, EvalSection, Precision, RunConfig
+from conf.compose import load_saved, to_yaml
+from conf.schema import ConfigError, DraftSection, EvalSection, HeadInit, Precision, RunConfig
+from conf.shapes import chain
 from data.eval_prompts import read_prompts
+from data.records import Turn
+from data.template import encode_prompt
 from eval.acceptance import Counters, Interval, total
+from eval.decode import DecodeSettings, decode
 from eval.report import (
     DataOrigin,
     EvalReport,
@@ -39,10 +44,11 @@ from launch import export, served_client, vllm_server
 from launch.serve_check import main
 from launch.served_compare import compare
 from launch.served_counters import read_metrics
-from launch.served_run import Exchange, Question, Served, Talked
+from launch.served_run import Question, Served, Talked
 from models.draft_file import save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
-from models.verifier import load_facts
+from models.generate import end_ids
+from models.verifier import Verifier, VerifierEnds, load_facts
 from models.vocab import DraftVocab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -596,3 +602,93 @@ def test_it_reads_what_vllm_says_of_itself(tmp_path):
     assert running.built(vllm_server.QUANTISED) == "fp8"
     log.write_text("nothing")
     assert running.built(vllm_server.BUILT) is None
+
+
+# ---- real vLLM ---------------------------------------------------------------------------------
+
+
+REAL = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture
+def speaking_verifier(tiny_verifier: Path, tmp_path: Path) -> Path:
+    """Heads of 32, the narrowest that vLLM takes on a CPU; it says more than one thing."""
+    folder = shutil.copytree(tiny_verifier, tmp_path / "verifier")
+    config = LlamaConfig.from_pretrained(tiny_verifier)
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
+    config.initializer_range = 0.1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def constant_draft(verifier: Verifier, answers: list[list[int]]) -> Eagle3Draft:
+    """Always guesses the verifier's favourite token: all logits are 0, and the first one is taken.
+
+    Accepted in part, and by reckoning that no state or rounding can shift.
+    """
+    said = torch.bincount(torch.tensor(sum(answers, [])), minlength=verifier.facts.vocab_size)
+    favourite = int(said.argmax())
+    counts = torch.zeros_like(said)
+    counts[favourite : favourite + 32] = 1  # so that it is the first
+    section = DraftSection(vocab_size=min(32, len(counts) - favourite))
+    draft = Eagle3Draft(DraftConfig.of(section, verifier.facts))
+    vocab = DraftVocab.from_counts(counts, draft.config.draft_vocab_size)
+    ends = VerifierEnds(
+        verifier.backbone.embed_tokens.weight, verifier.head.weight, verifier.model.config
+    )
+    with torch.no_grad():
+        draft.initialise(ends, vocab, HeadInit.verifier)
+        draft.lm_head.weight.zero_()
+    return draft.eval().requires_grad_(False)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_vllm_counts_as_our_loop(
+    speaking_verifier, made_run, vllm_python, tmp_path, capsys, monkeypatch
+):
+    run = shutil.copytree(made_run, tmp_path / "demo")
+    cfg = load_saved(run / "config.yaml")
+    cfg.verifier.path, cfg.verifier.dtype = str(speaking_verifier), Precision.float32
+    (run / "config.yaml").write_text(to_yaml(cfg))
+    verifier = Verifier.load(cfg.verifier, tmp_path, torch.device("cpu"), torch.float32)
+    report = read_report(run)
+    settings = DecodeSettings(NEW, end_ids(verifier), chain(N))
+    asked = [
+        encode_prompt([Turn("user", words_of(i))], verifier.tokenizer, {}) for i in range(COUNT)
+    ]
+    plain = [decode(verifier, None, [ids], settings).generations[0].tokens for ids in asked]
+    draft = constant_draft(verifier, plain)
+    made = [decode(verifier, draft, [ids], settings).generations[0] for ids in asked]
+    ours = [Counters.of(one.rounds, len(one.tokens), N) for one in made]
+    assert 0.05 < total(ours).survival_by_depth[0] < 0.95
+    by_prompt = [
+        replace(one, **{k: v for k, v in vars(c).items()})
+        for one, c in zip(report.by_prompt, ours, strict=True)
+    ]
+    write_report(run, replace(report, counters=total(ours), by_prompt=by_prompt))
+    save_draft(run / "best", draft.config, draft.state_dict())
+    assert export.main([str(run / "best"), "--dtype", "float32"]) == 0
+    for name, value in REAL.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "out.json"
+    words = ["--vllm-python", str(vllm_python), "--json", str(file)]
+    code = main([str(run), *words, "--server-args", "--enforce-eager --max-num-seqs 4"])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    found = json.loads(file.read_text())
+    theirs = found["counters"]["server"]
+    pairs = zip(total(ours).accepted_by_depth, theirs["accepted_by_depth"], strict=True)
+    assert all(abs(a - b) <= 1 for a, b in pairs), out
+    assert abs(theirs["rounds"] - total(ours).rounds) <= 1, out
+    assert found["identical"] == {"checked": COUNT, "parted": []}
+    assert found["dtype"] == "float32" and found["causes"] == []
+    assert "renders" not in out  # vLLM's /tokenize makes our ids
