@@ -194,7 +194,8 @@ def ask_started(job: Job, chosen: Namespace) -> Outcome:
         vllm_server(plan, logs / "head.log") as running,
         ServedClient(running.url, chosen.timeout) as client,
     ):
-        told = Told(running.built(BUILT) or plan.dtype, running.built(QUANTISED))
+        asked = None if plan.dtype == "auto" else plan.dtype
+        told = Told(running.built(BUILT) or asked, running.built(QUANTISED))
         return judge(job, look(job, client, bare, told))
 
 
@@ -202,6 +203,7 @@ def plan_of(job: Job, chosen: Namespace) -> ServerPlan:
     n_draft = chosen.n or job.report.settings.eval.n_draft
     needed = longest(job.questions, job.asking) + n_draft + 1
     most = load_facts(job.cfg.verifier, cache_dir(job.cfg)).max_positions
+    trusted = ["--trust-remote-code"] if job.cfg.verifier.trust_remote_code else []
     return ServerPlan(
         python=find_python(chosen.vllm_python),
         verifier=str(resolve(job.cfg.verifier.path, cache_dir(job.cfg)).resolve()),
@@ -210,7 +212,7 @@ def plan_of(job: Job, chosen: Namespace) -> ServerPlan:
         head=job.head.folder.resolve(),
         n_draft=n_draft,
         patience=chosen.start_timeout or START_TIMEOUT,
-        more=split(chosen.server_args or ""),
+        more=[*trusted, *split(chosen.server_args or "")],
     )
 
 
@@ -262,6 +264,7 @@ def judge(job: Job, found: Found) -> Outcome:
         by_chat=job.asking.by_chat,
     )
     return Outcome(
+        run=job.run,
         report=job.report,
         comparison=comparison,
         served=found.served,

@@ -12,7 +12,7 @@ from eval.acceptance import Counters, total
 from eval.report import EvalReport
 from launch.served_compare import TOLERANCE, Comparison, share
 from launch.served_evidence import HeadSide, ServerSide, TemplateSide
-from launch.served_run import Question, Served
+from launch.served_run import Question, Served, Talked
 from models.verifier import VerifierFacts
 
 NEAR_ZERO = 0.1  # of our survival at the first position
@@ -175,10 +175,10 @@ def too_far(e: Evidence) -> Iterator[Cause]:
             return
 
 
-def falls(pairs: Sequence[tuple[Question, object]]) -> bool:
+def falls(pairs: Sequence[tuple[Question, Talked]]) -> bool:
     """Whether the server accepts less at the first position than the report."""
     ours = total([question.ours for question, _ in pairs])
-    theirs = total([talk.counters for _, talk in pairs])  # pyright: ignore[reportAttributeAccessIssue]
+    theirs = total([talk.counters for _, talk in pairs])
     return share(theirs, 0, 1) < share(ours, 0, 1) - TOLERANCE
 
 
@@ -224,7 +224,7 @@ def near_zero(e: Evidence) -> Iterator[Cause]:
         yield Cause(
             f"at the first position {survival[0].theirs:.3f} is accepted, next to nothing: the "
             "head reads other states than it was trained on, or its tokens are mapped wrong",
-            f"python -m launch.export --check {e.head.folder} --verifier VERIFIER",
+            f"python -m launch.export --check {e.head.folder} --verifier {e.facts.path}",
             fault=False,
         )
 

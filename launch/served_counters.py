@@ -16,7 +16,6 @@ POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 GENERATED = "vllm:generation_tokens"
 DRAFTS = "vllm:spec_decode_num_drafts"
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
@@ -25,11 +24,11 @@ class Snapshot:
     """Sums since the server started."""
 
     generated: int  # tokens of answers
-    speculates: bool  # it has the counters below
-    drafts: int = 0
+    drafts: int = 0  # rounds
     drafted: int = 0
-    accepted: int = 0
-    by_position: list[int] = field(default_factory=list)  # as many as a round can accept
+    by_position: list[int] = field(
+        default_factory=list
+    )  # as many as a round can accept; none: no head
 
     def since(self, before: "Snapshot", tokens: int) -> Counters:
         """What was counted after ``before``, for answers of ``tokens`` in all."""
@@ -62,9 +61,7 @@ def read_metrics(text: str) -> Snapshot:
         )
     return Snapshot(
         generated=round(sums[GENERATED]),
-        speculates=DRAFTS in sums,
         drafts=round(sums.get(DRAFTS, 0)),
         drafted=round(sums.get(DRAFTED, 0)),
-        accepted=round(sums.get(ACCEPTED, 0)),
         by_position=[round(positions.get(i, 0)) for i in range(max(positions, default=-1) + 1)],
     )

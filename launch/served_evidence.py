@@ -106,10 +106,13 @@ def same(exported: torch.Tensor, own: torch.Tensor) -> bool:
 def other_verifier(cfg: RunConfig, root: str | None) -> str | None:
     """How the weights at ``root`` are not those of ``verifier.path``; None: alike, or not known."""
     name = cfg.verifier.path
-    ours = resolve(name, cache_dir(cfg))
-    if root is None or root == name or not Path(root).is_dir():
-        return None  # a hub name, or a folder of another machine
+    if root is None or root == name:
+        return None
     theirs = Path(root)
+    if not theirs.is_dir():  # a hub name, or a folder of another machine
+        hubs = name.count("/") == root.count("/") == 1 and not Path(name).exists()
+        return f"it serves {root}, and the head was trained on {name}" if hubs else None
+    ours = resolve(name, cache_dir(cfg))
     if theirs.resolve() == ours.resolve():
         return None
     quantised = quantisation_of(theirs)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
 from typing import Any
 
 from conf.runtime import plain
@@ -18,6 +20,7 @@ HEAD = ("position", "report", "95 %", "server", "difference", "95 %", "")
 
 @dataclass(frozen=True)
 class Outcome:
+    run: Path
     report: EvalReport
     comparison: Comparison
     served: Served
@@ -159,8 +162,7 @@ def following(outcome: Outcome, again: str) -> str:
         return f"{again} --dtype float32, which leaves no rounding to doubt"
     if outcome.broken:
         return "report it to vLLM with the prompt, the export and the command above"
-    run = outcome.report.settings.run
-    return f"python -m eval.tune runs/{run} --stack vllm, for N and batch on this machine"
+    return f"python -m eval.tune {outcome.run} --stack vllm, for N and the batch"
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
                 "server": outcome.served.positions,
             },
             "positions": [described(one) for one in found.survival],
-            "tau": described(found.tau),
+            "tau": described(found.tau) if found.depth else None,
             "counters": {"report": found.ours, "server": found.theirs},
             "tokens_per_second": outcome.served.tokens_per_second,
             "plain_tokens_per_second": outcome.plain and outcome.plain.tokens_per_second,
@@ -196,4 +198,4 @@ def described(one: Difference) -> dict[str, Any]:
 
 
 def first_words(argv: Sequence[str]) -> str:
-    return " ".join(["python -m launch.serve_check", *argv])
+    return f"python -m launch.serve_check {join(argv)}"

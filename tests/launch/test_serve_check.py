@@ -44,6 +44,7 @@ from launch import export, served_client, vllm_server
 from launch.serve_check import main
 from launch.served_compare import compare
 from launch.served_counters import read_metrics
+from launch.served_evidence import other_verifier
 from launch.served_run import Question, Served, Talked
 from models.draft_file import save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
@@ -249,13 +250,13 @@ def test_counters_of_several_engines_add_up():
             text += f'{name}{{{labels},position="{at}"}} {float(value * scale)}\n'
     found = read_metrics(text)
     assert found.generated == 770 and found.drafts == 220
-    assert found.by_position == [110, 55, 22] and found.accepted == 187
+    assert found.by_position == [110, 55, 22]
     earlier = read_metrics(text.split('vllm:generation_tokens_total{engine="1"')[0])
     one = found.since(earlier, 700)
     assert one == Counters(200, 600, 200 + 100 + 50, [100, 50, 20], [200, 100, 50], 700)
     assert one.tau == pytest.approx(1 + 170 / 200)
     bare = read_metrics("vllm:generation_tokens_total 5.0\n")
-    assert not bare.speculates and bare.by_position == []
+    assert bare.drafts == 0 and bare.by_position == []
     with pytest.raises(ConfigError, match="--disable-log-stats"):
         read_metrics("process_cpu_seconds_total 5.0\n")
 
@@ -399,6 +400,12 @@ def test_another_verifier(ask, serve, tiny_verifier, tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     code, out = ask("--url", serve(root=str(other), pattern=BAD))
     assert code == 1 and "has other weights or settings (fingerprint" in out
+    cfg = RunConfig()
+    cfg.verifier.path = "owner/one"
+    assert other_verifier(cfg, "owner/one") is None
+    assert "serves owner/other" in (other_verifier(cfg, "owner/other") or "")
+    cfg.verifier.path = str(tiny_verifier)  # it may well be the folder that was uploaded
+    assert other_verifier(cfg, "owner/other") is None
 
 
 def test_positions_beyond_the_head(ask, serve, run):
@@ -633,7 +640,8 @@ def constant_draft(verifier: Verifier, answers: list[list[int]]) -> Eagle3Draft:
 
     Accepted in part, and by reckoning that no state or rounding can shift.
     """
-    said = torch.bincount(torch.tensor(sum(answers, [])), minlength=verifier.facts.vocab_size)
+    tokens = torch.tensor([token for ids in answers for token in ids])
+    said = torch.bincount(tokens, minlength=verifier.facts.vocab_size)
     favourite = int(said.argmax())
     counts = torch.zeros_like(said)
     counts[favourite : favourite + 32] = 1  # so that it is the first
@@ -670,10 +678,7 @@ def test_real_vllm_counts_as_our_loop(
     made = [decode(verifier, draft, [ids], settings).generations[0] for ids in asked]
     ours = [Counters.of(one.rounds, len(one.tokens), N) for one in made]
     assert 0.05 < total(ours).survival_by_depth[0] < 0.95
-    by_prompt = [
-        replace(one, **{k: v for k, v in vars(c).items()})
-        for one, c in zip(report.by_prompt, ours, strict=True)
-    ]
+    by_prompt = [replace(one, **vars(c)) for one, c in zip(report.by_prompt, ours, strict=True)]
     write_report(run, replace(report, counters=total(ours), by_prompt=by_prompt))
     save_draft(run / "best", draft.config, draft.state_dict())
     assert export.main([str(run / "best"), "--dtype", "float32"]) == 0
