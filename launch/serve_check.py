@@ -8,6 +8,7 @@ the report's prompts, reads the server's counters and lays them beside the repor
 """
 
 import json
+import os
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from launch.served_evidence import (
     template_side,
 )
 from launch.served_identity import Identity, compare_answers
-from launch.served_page import Outcome, as_json, first_words, page
+from launch.served_page import Outcome, as_json, page
 from launch.served_run import Asking, Question, Served, ask_all, choose_questions, longest
 from launch.vllm_server import BUILT, QUANTISED, ServerPlan, find_python, vllm_server
 from models.bundled import resolve
@@ -124,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         outcome = ask_running(job, chosen) if chosen.url else ask_started(job, chosen)
         say()
-        for line in page(outcome, first_words(sys.argv[1:] if argv is None else argv)):
+        for line in page(outcome):
             say(line)
         if chosen.json:
             write_atomically(chosen.json, json.dumps(as_json(outcome), indent=2) + "\n")
@@ -176,7 +177,10 @@ def ask_running(job: Job, chosen: Namespace) -> Outcome:
 
 
 def client_of(url: str, option: str, chosen: Namespace) -> ServedClient:
-    return ServedClient(address_of(url, option), chosen.timeout, chosen.api_key_env)
+    name = chosen.api_key_env
+    if name is not None and name not in os.environ:
+        raise ConfigError(f"--api-key-env={name}: there is no such variable; export it first")
+    return ServedClient(address_of(url, option), chosen.timeout, os.environ.get(name or "", ""))
 
 
 # ---- a server that is started ------------------------------------------------------------------

@@ -48,8 +48,18 @@ class Evidence:
 
 
 def find_causes(evidence: Evidence) -> list[Cause]:
-    """The gravest first."""
-    return [cause for look in LOOKS for cause in look(evidence)]
+    """The gravest first; where figures lie apart there is one at least."""
+    found = [cause for look in LOOKS for cause in look(evidence)]
+    return found or ([unknown(evidence)] if evidence.comparison.large else [])
+
+
+def unknown(e: Evidence) -> Cause:
+    exact = e.report.settings.counters_dtype
+    if e.server.dtype == exact:
+        mend = f"python -m launch.export --check {e.head.folder} --verifier {e.facts.path}"
+    else:
+        mend = f"python -m launch.serve_check {e.run} --dtype {exact}, on a server of its own"
+    return Cause("none found by what this command can look at", mend)
 
 
 def not_in_use(e: Evidence) -> Iterator[Cause]:

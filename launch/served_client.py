@@ -1,7 +1,6 @@
 """One vLLM server over HTTP: what it serves, its counters, and one greedy answer after another."""
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -51,9 +50,8 @@ class Replied:
 class ServedClient:
     """Raises JobError where the server fails to answer, ConfigError where it cannot be used."""
 
-    def __init__(self, url: str, timeout: float, api_key_env: str | None = None):
+    def __init__(self, url: str, timeout: float, key: str = ""):
         self.url = url
-        key = os.environ.get(api_key_env, "") if api_key_env else ""
         self.http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"} if key else {},

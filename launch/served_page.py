@@ -1,9 +1,7 @@
 """What serve_check prints, and the same as a file: positions, τ, speed, answers, causes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 from conf.runtime import plain
@@ -46,8 +44,8 @@ class Outcome:
         return [one for one in self.causes if one.fault or self.comparison.large]
 
 
-def page(outcome: Outcome, again: str) -> list[str]:
-    """Lines for a terminal; ``again`` is the command that was given."""
+def page(outcome: Outcome) -> list[str]:
+    """Lines for a terminal."""
     return [
         *acceptance(outcome.comparison),
         "",
@@ -57,7 +55,7 @@ def page(outcome: Outcome, again: str) -> list[str]:
         "",
         *verdict(outcome),
         "",
-        f"next: {following(outcome, again)}",
+        f"next: {following(outcome)}",
     ]
 
 
@@ -142,8 +140,6 @@ def verdict(outcome: Outcome) -> list[str]:
     lines = []
     if outcome.comparison.large:
         lines.append("The server accepts other shares than the report counts. Likely cause:")
-        if not outcome.named:
-            lines.append("- none found by what this command can look at")
     elif outcome.broken:
         lines.append("Acceptance is the report's, but the head changes answers.")
     else:
@@ -155,13 +151,11 @@ def verdict(outcome: Outcome) -> list[str]:
     return lines
 
 
-def following(outcome: Outcome, again: str) -> str:
+def following(outcome: Outcome) -> str:
     if outcome.named:
         return outcome.named[0].mend
-    if outcome.comparison.large:
-        return f"{again} --dtype float32, which leaves no rounding to doubt"
     if outcome.broken:
-        return "report it to vLLM with the prompt, the export and the command above"
+        return "report it to vLLM with the prompt, the exported folder and this command"
     return f"python -m eval.tune {outcome.run} --stack vllm, for N and the batch"
 
 
@@ -195,7 +189,3 @@ def described(one: Difference) -> dict[str, Any]:
         "interval": [one.interval.low, one.interval.high],
         "large": one.large,
     }
-
-
-def first_words(argv: Sequence[str]) -> str:
-    return f"python -m launch.serve_check {join(argv)}"

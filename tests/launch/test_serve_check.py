@@ -467,6 +467,8 @@ def test_answers_that_the_head_changes(ask, serve, run):
 def test_bad_input_is_one_sentence(refused, serve, run):
     assert "invalid count value: '0'" in refused("--prompts", "0")
     assert "--n: has no effect with --url" in refused("--url", "http://h:1", "--n", "3")
+    words = refused("--url", "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY")
+    assert "NO_SUCH_KEY: there is no such variable" in words
     assert "--plain-url: has no effect without" in refused("--plain-url", "http://h:1")
     assert "write it as http://HOST:PORT" in refused("--url", "localhost:8000")
     assert "no vLLM server answers there" in refused("--url", "http://127.0.0.1:9")
