@@ -15,6 +15,7 @@ from conf.schema import ConfigError, ExportFormat, Precision, RunConfig
 from data.origin import data_facts
 from data.prepare import find_prepared
 from eval.parser import Parser
+from launch.alignment import wiring_findings
 from models.draft_file import CONFIG
 from models.export.card import DataFacts
 from models.export.check import check
@@ -74,6 +75,8 @@ def judge(folder: Path, verifier: Path | None, layout: Layout | None) -> int:
         raise ConfigError(f"--check {folder}: no such folder; give one that launch.export wrote")
     findings = check(folder, verifier, layout)
     engine = f" for {layout.engine}" if layout else ""
+    if verifier is not None and not findings:
+        findings = wiring_findings(folder, verifier)
     for finding in findings:
         say(finding)
     if not findings:

@@ -15,14 +15,15 @@ from safetensors import SafetensorError, safe_open
 from conf.runtime import cache_dir
 from conf.schema import ConfigError, RunConfig
 from data.messages import messages
-from eval.examined import first_question
+from eval.proof.examined import first_question
 from launch.served_client import ServedClient
 from launch.served_run import Asking, Question
 from models.bundled import resolve
 from models.draft_file import CONFIG as DRAFT
 from models.draft_file import WEIGHTS as DRAFT_WEIGHTS
 from models.eagle3 import DraftConfig
-from models.export.vllm_check import CONFIG, WEIGHTS, check
+from models.export.check import check
+from models.export.layout import CONFIG, WEIGHTS
 from models.verifier import weights_fingerprint
 
 AUX = "eagle_aux_hidden_state_layer_ids"

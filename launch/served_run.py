@@ -14,8 +14,8 @@ from data.records import Turn
 from data.render import messages
 from data.template import encode_prompt
 from eval.acceptance import Counters
-from eval.examined import first_question
 from eval.measure import TOO_LONG
+from eval.proof.examined import first_question
 from eval.report import EvalReport
 from launch.served_client import Ends, Replied, ServedClient
 
