@@ -12,6 +12,7 @@ Standard input names the runs, a line of JSON each (tests/launch/vllm_process.py
     max_tokens   of an answer
     stop         token ids that end one; no others do
     dtype        float32 or bfloat16
+    max_length   of a prompt with its answer
 
 Each leaves FOLDER/<name>.json: the greedy token ids and the counters of these prompts alone. A run
 that watches leaves FOLDER/<name>.safetensors before, of the first prompt's prefill: the verifier's
@@ -40,14 +41,13 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 COUNTERS = "vllm:spec_decode_num_"
-MAX_MODEL_LEN = 512
 
 
 def load(request: dict) -> LLM:
     return LLM(
         request["model"],
         dtype=request["dtype"],
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=request["max_length"],
         max_num_seqs=4,
         enforce_eager=True,
         enable_prefix_caching=False,

@@ -27,6 +27,7 @@ class Request:
     watch: bool = False  # record the draft's first pass
     stop: list[int] = field(default_factory=list)  # tokens that end an answer; no others do
     dtype: str = "float32"
+    max_length: int = 512  # of a prompt with its answer; near it vLLM guesses less
 
 
 @dataclass(frozen=True)
