@@ -115,3 +115,7 @@ class StepKind(Enum):
 
 class ExportFormat(Enum):
     vllm = "vllm"
+    speculators = "speculators"  # vLLM serves it by its folder alone
+    sglang = "sglang"
+    llamacpp = "llamacpp"  # for the converter to GGUF
+    trtllm = "trtllm"  # as ModelOpt writes it

@@ -219,6 +219,7 @@ class EvalSection:
 @dataclass
 class ExportSection:
     formats: list[ExportFormat] = field(default_factory=lambda: [ExportFormat.vllm])
+    licence: str | None = None  # of the head, for its card, as hubs spell it: apache-2.0
 
 
 @dataclass

@@ -18,10 +18,11 @@ from eval.decode import DecodeSettings
 from eval.greedy_proof import Exam
 from models.draft_file import CONFIG, load_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.export.check import read_config
+from models.export.engines import layout_of
+from models.export.layout import CONFIG as EXPORTED
+from models.export.layout import draft_config_of
 from models.export.read import read_head
-from models.export.vllm_check import read_config
-from models.export.vllm_layout import CONFIG as EXPORTED
-from models.export.vllm_layout import draft_config_of
 from models.generate import end_ids
 from models.token_strings import refuse_other_tokens
 from models.verifier import Verifier
@@ -128,7 +129,7 @@ def aux_layers_of(head: Path) -> list[int]:
     config, findings = read_config(head)
     if findings:
         raise ConfigError(f"{head}: {findings[0]}; export the head again")
-    return draft_config_of(config).aux_layers
+    return draft_config_of(config, layout_of(config)).aux_layers
 
 
 def draft_of(

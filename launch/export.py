@@ -1,10 +1,12 @@
 """Entry: turn a trained head into a folder that an engine serves, or check such a folder.
 
 python -m launch.export runs/demo/best --to vllm
-python -m launch.export --check runs/demo/export/vllm
+python -m launch.export --check runs/demo/export/vllm [--to sglang]
 """
 
 import sys
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from conf.compose import load_saved, sentence_on_error
@@ -15,16 +17,29 @@ from data.prepare import find_prepared
 from eval.parser import Parser
 from models.draft_file import CONFIG
 from models.export.card import DataFacts
-from models.export.vllm import export_head
-from models.export.vllm_check import check, holds_embedding
+from models.export.check import check
+from models.export.check_verifier import holds_embedding
+from models.export.engines import LAYOUTS
+from models.export.layout import Layout
+from models.export.write import export_head
 
 
 def parser() -> Parser:
     words = Parser(prog="python -m launch.export", description="Export a draft head, or check one.")
     words.add_argument("head", nargs="?", type=Path, help="a trained head: runs/NAME/best")
     formats = [kind.value for kind in ExportFormat]
-    words.add_argument("--to", nargs="+", choices=formats, default=formats, help="engine formats")
-    words.add_argument("--out", type=Path, help="folder to write; default runs/NAME/export/FORMAT")
+    words.add_argument(
+        "--to",
+        nargs="+",
+        choices=formats,
+        help="engines; default: vllm, with --check as it is written",
+    )
+    words.add_argument(
+        "--out",
+        type=Path,
+        help="folder to write; with several engines, the one above",
+    )
+    words.add_argument("--licence", help="for the card, as hubs spell it: apache-2.0")
     words.add_argument(
         "--dtype",
         choices=[kind.value for kind in Precision],
@@ -46,34 +61,44 @@ def main(argv: list[str] | None = None) -> int:
         words.error("give the folder of a head to export, or --check and an exported folder")
     with sentence_on_error():
         if chosen.check is not None:
-            return judge(chosen.check, chosen.verifier)
-        for kind in chosen.to:
-            export_one(chosen.head, ExportFormat(kind), chosen.out, Precision(chosen.dtype))
+            layouts = [LAYOUTS[ExportFormat(kind)] for kind in chosen.to or []]
+            found = [judge(chosen.check, chosen.verifier, layout) for layout in layouts or [None]]
+            return max(found)
+        export_all(chosen)
     return 0
 
 
-def judge(folder: Path, verifier: Path | None) -> int:
+def judge(folder: Path, verifier: Path | None, layout: Layout | None) -> int:
+    """Print what ``check`` finds for one engine, the folder's own where none is named."""
     if not folder.is_dir():
         raise ConfigError(f"--check {folder}: no such folder; give one that launch.export wrote")
-    findings = check(folder, verifier)
+    findings = check(folder, verifier, layout)
+    engine = f" for {layout.engine}" if layout else ""
     for finding in findings:
         say(finding)
     if not findings:
-        say(f"{folder}: in order, nothing found")
+        say(f"{folder}: in order{engine}, nothing found")
         if verifier is None and holds_embedding(folder):
             say("its embedding was not compared: --verifier DIR names the verifier's folder")
     return 1 if findings else 0
 
 
-def export_one(head: Path, kind: ExportFormat, out: Path | None, dtype: Precision) -> None:
-    """Export ``head`` for one engine, with what its run's folder tells about it."""
+def export_all(chosen: Namespace) -> None:
+    """Export the head for each engine, with what its run's folder tells about it."""
+    head = chosen.head
     if not (head / CONFIG).is_file():
         raise ConfigError(
             f"{head}: is no head, there is no {CONFIG}; give runs/<name>/best, written by training"
         )
     cfg = load_saved(head.parent / "config.yaml")
-    folder = out or head.parent / "export" / kind.value
-    export_head(cfg, head, folder, known_data(cfg), dtype)
+    if chosen.licence:
+        cfg = replace(cfg, export=replace(cfg.export, licence=chosen.licence))
+    data, dtype = known_data(cfg), Precision(chosen.dtype)
+    kinds = [ExportFormat(kind) for kind in chosen.to or [ExportFormat.vllm.value]]
+    parent = chosen.out or head.parent / "export"
+    for kind in kinds:
+        folder = chosen.out if chosen.out and len(kinds) == 1 else parent / kind.value
+        export_head(cfg, head, folder, data, dtype, LAYOUTS[kind])
 
 
 def known_data(cfg: RunConfig) -> DataFacts | None:

@@ -3,18 +3,44 @@
 import json
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.runtime import say, write_atomically
 from conf.schema import ConfigError
 
-FILE = "tokens.json"
+FILE, TOKENIZER = "tokens.json", "tokenizer.json"
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
     """The token of each id, None where there is none: an embedding may have rows to spare."""
-    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
-    return [by_id.get(index) for index in range(max(by_id, default=-1) + 1)]
+    return by_id(tokenizer.get_vocab())
+
+
+def by_id(vocabulary: dict[str, int]) -> list[str | None]:
+    tokens = {index: token for token, index in vocabulary.items()}
+    return [tokens.get(index) for index in range(max(tokens, default=-1) + 1)]
+
+
+def tokens_in(folder: Path) -> list[str | None] | None:
+    """The tokens that a folder of a head or a verifier names, by id; None where it names none."""
+    if (folder / FILE).is_file():
+        return list(json.loads((folder / FILE).read_text("utf-8")))
+    if (folder / TOKENIZER).is_file():
+        return by_id(Tokenizer.from_file(str(folder / TOKENIZER)).get_vocab())
+    return None
+
+
+def first_other(ours: list[str | None], theirs: list[str | None]) -> int | None:
+    """The first id that is another token on the other side.
+
+    Sizes may differ: an id that only one side has is a spare row, or a token that the head has
+    never met.
+    """
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != other and None not in (mine, other):
+            return index
+    return None
 
 
 def save_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -24,18 +50,15 @@ def save_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def refuse_other_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError naming the first id that is another token for the head in ``folder``.
-
-    Sizes may differ: an id that only one side has is a spare row, or a token that the head has
-    never met.
-    """
+    """Raise ConfigError naming the first id that is another token for the head in ``folder``."""
     if not (folder / FILE).is_file():
         say(f"{folder}: holds no {FILE}, so its tokens were not compared with the verifier's")
         return
     ours, theirs = json.loads((folder / FILE).read_text("utf-8")), token_strings(tokenizer)
-    for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
-        if mine != other and None not in (mine, other):
-            raise ConfigError(
-                f"verifier.path={tokenizer.name_or_path}: token {index} is {other!r}, and the head "
-                f"in {folder} was trained with {mine!r} there; give the verifier it was trained on"
-            )
+    index = first_other(ours, theirs)
+    if index is not None:
+        raise ConfigError(
+            f"verifier.path={tokenizer.name_or_path}: token {index} is {theirs[index]!r}, and the "
+            f"head in {folder} was trained with {ours[index]!r} there; give the verifier it was "
+            "trained on"
+        )

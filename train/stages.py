@@ -34,7 +34,7 @@ from data.sources import DataFile, digest
 from eval.chosen import choose_prompts
 from eval.main import evaluate
 from models.draft_file import CONFIG
-from models.export.vllm import export_run
+from models.export.write import export_run
 from models.token_strings import save_tokens
 from models.verifier import load_facts, load_tokenizer
 from train.loop import curve_fingerprint, fit

@@ -3,12 +3,12 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from conf.runtime import say
 from conf.schema import ConfigError, RunConfig
 from models.eagle3 import DraftConfig
+from models.token_strings import FILE as TOKENS
 from models.verifier import weights_fingerprint
 
 UNKNOWN = "not measured"
@@ -62,6 +62,9 @@ class CardFacts:
     training: list[str] = field(default_factory=list)  # settings, a sentence each
     figures: Figures = field(default_factory=Figures)
     draft_tokens: int = 4  # num_speculative_tokens where no best N was measured
+    licence: str | None = None  # as hubs spell it: apache-2.0
+    revision: str | None = None  # of the verifier on its hub
+    tokens: Path | None = None  # file of the token strings beside the head
 
     @property
     def serve_n(self) -> int:
@@ -94,7 +97,15 @@ def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Pa
         ],
         figures=read_figures(head),
         draft_tokens=min(cfg.eval.n_draft, ttt.depth),
+        licence=cfg.export.licence,
+        revision=revision_of(verifier),
+        tokens=head / TOKENS if (head / TOKENS).is_file() else None,
     )
+
+
+def revision_of(verifier: Path) -> str | None:
+    """The commit in the path of a hub's cache, .../snapshots/COMMIT; None for another folder."""
+    return verifier.name if verifier.parent.name == "snapshots" else None
 
 
 def read_figures(head: Path) -> Figures:
@@ -143,17 +154,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a report ({error}); run its stage again") from error
 
 
-def serve_command(card: CardFacts, folder: Path) -> str:
-    """The line that starts vLLM with the head in ``folder``."""
-    speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": card.serve_n}
-    return (
-        f"vllm serve {quote(card.served_verifier)} "
-        f"--speculative-config {quote(json.dumps(speculative))}"
-    )
-
-
-def write_card(card: CardFacts, draft: DraftConfig, folder: Path) -> str:
-    """The text of README.md for a head exported to ``folder``."""
+def write_card(card: CardFacts, draft: DraftConfig, commands: list[str]) -> str:
+    """The text of README.md for a head that ``commands`` serve."""
     name = card.verifier.rstrip("/").rpartition("/")[2]
     return "\n".join(
         [
@@ -167,7 +169,7 @@ def write_card(card: CardFacts, draft: DraftConfig, folder: Path) -> str:
             "## Serve",
             "",
             "```bash",
-            serve_command(card, folder),
+            *commands,
             "```",
             "",
             "## Verifier",
@@ -197,13 +199,16 @@ def write_card(card: CardFacts, draft: DraftConfig, folder: Path) -> str:
 def front_matter(card: CardFacts) -> list[str]:
     hub_name = card.served_verifier.count("/") == 1 and card.served_verifier[0] not in "./~"
     base = [f"base_model: {card.served_verifier}"] if hub_name else []
-    return ["---", *base, "tags: [eagle3, speculative-decoding, draft-head]", "---", ""]
+    licence = [f"license: {card.licence}"] if card.licence else []
+    tags = "tags: [eagle3, speculative-decoding, draft-head]"
+    return ["---", *base, *licence, tags, "---", ""]
 
 
 def verifier_part(card: CardFacts, draft: DraftConfig) -> list[str]:
     ids = ", ".join(map(str, draft.aux_layers))
     return [
-        f"- `{card.verifier}`, weights fingerprint {card.verifier_fingerprint or 'not recorded'}",
+        f"- `{card.verifier}`, revision {card.revision or 'not recorded'}, weights fingerprint "
+        f"{card.verifier_fingerprint or 'not recorded'}",
         f"- states captured in {card.verifier_dtype}, after {ids} decoder layers",
         f"- width {draft.hidden_size}, {draft.vocab_size:,} tokens",
     ]

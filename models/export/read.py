@@ -1,4 +1,4 @@
-"""Reads a head back from the folder that vLLM serves."""
+"""Reads a head back from a folder that an engine serves."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,16 @@ from torch import Tensor
 
 from conf.schema import ConfigError
 from models.eagle3 import Eagle3Draft
-from models.export.vllm_check import check
-from models.export.vllm_layout import CONFIG, EMBEDDING, WEIGHTS, draft_config_of, plain_name
+from models.export.check import check
+from models.export.engines import layout_of
+from models.export.layout import (
+    CONFIG,
+    EMBEDDING,
+    MIDLAYER,
+    WEIGHTS,
+    draft_config_of,
+    respell,
+)
 
 
 def read_head(folder: Path, embedding: Tensor | None = None) -> Eagle3Draft:
@@ -24,12 +32,12 @@ def read_head(folder: Path, embedding: Tensor | None = None) -> Eagle3Draft:
     if findings:
         raise ConfigError(f"{folder}: {findings[0]} ({len(findings)} findings)")
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    stored = {plain_name(name): t for name, t in load_file(folder / WEIGHTS).items()}
+    stored = {respell(name, MIDLAYER): t for name, t in load_file(folder / WEIGHTS).items()}
     if embedding is not None:
         stored[EMBEDDING] = embedding
     if EMBEDDING not in stored:
         raise ConfigError(f"{folder}: holds no embedding; give the verifier's")
-    draft = Eagle3Draft(draft_config_of(config))
+    draft = Eagle3Draft(draft_config_of(config, layout_of(config)))
     own, given = tuple(draft.embed_tokens.weight.shape), tuple(stored[EMBEDDING].shape)
     if own != given:
         raise ConfigError(
@@ -38,7 +46,9 @@ def read_head(folder: Path, embedding: Tensor | None = None) -> Eagle3Draft:
         )
     if "d2t" not in stored:  # the whole vocabulary: no offset anywhere
         stored["d2t"] = torch.zeros_like(draft.d2t)
-        stored["t2d"] = torch.ones_like(draft.t2d)
+    if "t2d" not in stored:
+        ids = stored["d2t"] + torch.arange(len(stored["d2t"]))
+        stored["t2d"] = torch.zeros_like(draft.t2d).index_fill(0, ids, True)
     dtype = stored["fc.weight"].dtype
     draft.to(dtype).load_state_dict(stored)
     return draft.eval().requires_grad_(False)

@@ -1,151 +1,91 @@
-"""Writes a head as the folder that vLLM serves: whole, checked, or not at all."""
+"""The plain EAGLE-3 layout of vLLM, the one that most engines share. Read in vLLM 0.32.0."""
 
 import json
-import os
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from conf.schema import ExportFormat
+from models.eagle3 import DraftConfig
+from models.export.card import CardFacts
+from models.export.layout import PLAIN_KEYS, PLAIN_SETTING, Layout, Setting
 
-from conf.runtime import say, sync_folder
-from conf.schema import ConfigError, Precision, RunConfig
-from models.bundled import resolve
-from models.draft_file import load_draft
-from models.eagle3 import DraftConfig, Eagle3Draft
-from models.export.card import CardFacts, DataFacts, card_of_run, serve_command, write_card
-from models.export.vllm_check import check
-from models.export.vllm_layout import (
-    ARCHITECTURE,
-    CARD,
-    CONFIG,
-    QK_ARCHITECTURE,
-    WEIGHTS,
-    TokenIds,
-    config_for,
-    expected_tensors,
+LLAMA, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
+
+
+def layer_config(draft: DraftConfig) -> dict[str, Any]:
+    """The decoder layer, every key that the library's config class knows for it."""
+    rope = dict(draft.rope)
+    kind = rope.setdefault("rope_type", "default")
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    window = {"use_sliding_window": False, "sliding_window": None} if draft.qk_norm else {}
+    return {
+        "model_type": "qwen3" if draft.qk_norm else "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": draft.hidden_size,
+        "intermediate_size": draft.intermediate_size,
+        "num_attention_heads": draft.num_heads,
+        "num_key_value_heads": draft.num_kv_heads,
+        "head_dim": draft.head_dim,
+        "vocab_size": draft.vocab_size,
+        "rms_norm_eps": draft.rms_norm_eps,
+        "max_position_embeddings": draft.max_positions,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],  # the older spelling of the same table
+        "rope_scaling": None if kind == "default" else scaling,
+        "num_aux_hidden_states": len(draft.aux_layers),
+        **window,
+    }
+
+
+def plain_config(draft: DraftConfig, setting: Setting) -> dict[str, Any]:
+    """Every key of config.json, the ones that equal a default too: defaults differ by engine."""
+    return {
+        "architectures": [QWEN3 if draft.qk_norm else LLAMA],
+        "torch_dtype": setting.dtype,
+        **layer_config(draft),
+        "logit_scale": 1.0,
+        "draft_vocab_size": draft.draft_vocab_size,
+        "target_hidden_size": draft.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": draft.aux_layers,
+        "norm_before_residual": draft.norm_before_residual,
+        "norm_before_fc": draft.norm_before_fc,
+        "fc_norm": draft.fc_norm,
+        "norm_output": draft.norm_output,
+        "eagle_config": {
+            # SGLang reads this list alone and counts layer outputs: stream n leaves layer n-1
+            "eagle_aux_hidden_state_layer_ids": [n - 1 for n in draft.aux_layers],
+            "use_aux_hidden_state": True,
+            "norm_before_fc": draft.norm_before_fc,
+        },
+        "bos_token_id": setting.bos,
+        "eos_token_id": setting.eos,
+    }
+
+
+def nothing_refused(_draft: DraftConfig) -> Iterator[str]:
+    yield from ()
+
+
+def serve(card: CardFacts, _draft: DraftConfig, folder: Path) -> list[str]:
+    speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": card.serve_n}
+    return [
+        f"vllm serve {quote(card.served_verifier)} "
+        f"--speculative-config {quote(json.dumps(speculative))}"
+    ]
+
+
+VLLM = Layout(
+    ExportFormat.vllm,
+    "vLLM",
+    PLAIN_KEYS,
+    PLAIN_SETTING,
+    plain_config,
+    nothing_refused,
+    serve,
 )
-from models.token_strings import refuse_other_tokens
-from models.verifier import VerifierFacts, load_facts, load_tokenizer
-
-DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
-
-
-def export_run(cfg: RunConfig, run: Path, data: DataFacts | None = None) -> None:
-    """Write a run's best head in every format that ``cfg.export`` names; say how to serve it."""
-    for kind in cfg.export.formats:
-        export_head(cfg, run / "best", run / "export" / kind.value, data)
-
-
-def export_head(
-    cfg: RunConfig,
-    head: Path,
-    folder: Path,
-    data: DataFacts | None = None,
-    dtype: Precision = Precision.bfloat16,
-) -> None:
-    """Write the head in ``head`` to ``folder``, with the card of the run that ``cfg`` describes."""
-    cache = Path(cfg.run.cache)
-    draft = load_draft(head, torch.device("cpu"), torch.float32)
-    refuse_other_tokens(head, load_tokenizer(cfg.verifier, cache))
-    card = card_of_run(head, cfg, data, resolve(cfg.verifier.path, cache))
-    export(draft, load_facts(cfg.verifier, cache), folder, card, dtype)
-    say(f"{folder}: written and checked ({dtype.value}); serve it with")
-    say(serve_command(card, folder))
-
-
-def export(
-    draft: Eagle3Draft,
-    facts: VerifierFacts,
-    folder: Path,
-    card: CardFacts,
-    dtype: Precision = Precision.bfloat16,
-) -> Path:
-    """Write config.json, model.safetensors and README.md; an older export there is replaced.
-
-    The embedding stays out (vLLM shares the verifier's); the head's own rows always go in. Raises
-    ConfigError when head and verifier do not fit, when the folder holds something else, or when
-    the written files do not pass ``check``.
-    """
-    judge(draft.config, facts)
-    refuse_foreign(folder)
-    place = folder.resolve()
-    temporary = place.with_name(f".{place.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
-    try:
-        temporary.mkdir(parents=True)
-        write_files(draft, facts, temporary, dtype)
-        (temporary / CARD).write_text(write_card(card, draft.config, folder), encoding="utf-8")
-        findings = check(temporary)
-        if findings:
-            raise ConfigError(f"{folder}: the head cannot be exported: {'; '.join(findings)}")
-        replace_folder(temporary, place)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{folder}: cannot be written ({error}); mend that or give another folder"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def write_files(draft: Eagle3Draft, facts: VerifierFacts, folder: Path, dtype: Precision) -> None:
-    save_file(tensors_of(draft, dtype), folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # safetensors writes 0600; a server is another user
-    config = config_for(draft.config, TokenIds.of(facts), dtype)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def tensors_of(draft: Eagle3Draft, dtype: Precision) -> dict[str, Tensor]:
-    """The tensors of the layout, floating ones cast to ``dtype``, in memory of their own."""
-    state = draft.state_dict()
-    chosen = {}
-    for name in expected_tensors(draft.config, dtype):
-        tensor = state[name].detach().cpu()
-        chosen[name] = tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
-    return {name: tensor.contiguous() for name, tensor in chosen.items()}
-
-
-def judge(config: DraftConfig, facts: VerifierFacts) -> None:
-    """Refuse a head of another verifier; warn where serving would be worse than training."""
-    for name in ("hidden_size", "vocab_size", "aux_layers"):
-        ours, theirs = getattr(config, name), getattr(facts, name)
-        if ours != theirs:
-            raise ConfigError(
-                f"verifier.path={facts.path}: {name} is {theirs}, the head was trained with "
-                f"{ours}; give the verifier it was trained on"
-            )
-    if config.max_positions < facts.max_positions:
-        say(
-            f"warning: the head's position limit {config.max_positions} is below the verifier's "
-            f"{facts.max_positions}: acceptance beyond it is untested (draft.max_positions)"
-        )
-
-
-def refuse_foreign(folder: Path) -> None:
-    """An export replaces an export or an empty folder, never anything else."""
-    if folder.is_file():
-        raise ConfigError(f"{folder}: is a file; give a folder to write to")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    config = folder / CONFIG
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
-    if ARCHITECTURE not in text and QK_ARCHITECTURE not in text:
-        raise ConfigError(f"{folder}: holds something else than an export; give another folder")
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """Put ``new`` in the place of ``folder``; at every moment one of the two is whole on disk."""
-    for path in new.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(new)
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

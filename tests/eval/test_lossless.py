@@ -24,7 +24,7 @@ from eval.verify import AcceptRule
 from eval.wrong_rules import Control
 from models.draft_file import save_draft
 from models.export.read import read_head
-from models.export.vllm import export_head
+from models.export.write import export_head
 from models.sampling import Sampling
 from models.verifier import Verifier
 

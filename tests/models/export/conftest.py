@@ -10,7 +10,7 @@ import torch
 from conf.schema import Precision
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts
-from models.export.vllm import export
+from models.export.write import export
 from models.layer_shape import LayerShape
 from models.verifier import VerifierFacts
 from models.vocab import DraftVocab

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from conf.schema import ConfigError
-from models.export.card import DataFacts, Figures, read_figures, serve_command, write_card
+from models.export.card import DataFacts, Figures, read_figures, write_card
+from models.export.vllm import VLLM
 
 MEASURED = Figures(
     tau=2.034,
@@ -25,7 +26,8 @@ MEASURED = Figures(
 def test_the_card_holds_the_figures_with_dtype_and_machine(plain_card, make_head, tmp_path):
     data = DataFacts("data/demo/answers.jsonl", 1234, 56789, 0.875)
     card = replace(plain_card, figures=MEASURED, data=data, training=["unroll depth 5"])
-    text = write_card(card, make_head().config, tmp_path / "vllm")
+    config = make_head().config
+    text = write_card(card, config, VLLM.serve(card, config, tmp_path / "vllm"))
     for words in (
         "| τ, tokens a round | 2.03 | chain of 4, greedy, float32, CPU |",
         "| τ of an n-gram table on the same text | 1.51 |",
@@ -48,32 +50,31 @@ def test_the_card_holds_the_figures_with_dtype_and_machine(plain_card, make_head
 
 
 def test_without_figures_every_row_says_so(plain_card, make_head, tmp_path):
-    text = write_card(plain_card, make_head().config, tmp_path)
+    text = write_card(plain_card, make_head().config, ["serve it"])
     assert text.count("| not measured |  |") == 7
     assert "samples: not recorded" in text
     assert "top choice: not recorded" in text
 
 
-def test_the_serve_line_is_one_a_shell_can_run(plain_card, tmp_path):
+def test_the_serve_line_is_one_a_shell_can_run(plain_card, make_head, tmp_path):
     import shlex
 
     card = replace(plain_card, figures=MEASURED)
-    words = shlex.split(serve_command(card, tmp_path / "it's here"))
+    config = make_head().config
+    words = shlex.split(VLLM.serve(card, config, tmp_path / "it's here")[0])
     assert words[:4] == ["vllm", "serve", "org/verifier", "--speculative-config"]
     assert json.loads(words[4]) == {
         "method": "eagle3",
         "model": str(tmp_path / "it's here"),
         "num_speculative_tokens": 3,
     }
-    assert (
-        json.loads(shlex.split(serve_command(plain_card, tmp_path))[4])["num_speculative_tokens"]
-        == 4
-    )
+    unmeasured = shlex.split(VLLM.serve(plain_card, config, tmp_path)[0])
+    assert json.loads(unmeasured[4])["num_speculative_tokens"] == 4
 
 
 def test_a_local_verifier_is_no_hub_name(plain_card, make_head, tmp_path):
     card = replace(plain_card, served_verifier="/models/mine")
-    assert "base_model" not in write_card(card, make_head().config, tmp_path)
+    assert "base_model" not in write_card(card, make_head().config, [])
 
 
 def report_of(head: str, held_out_tau: float) -> dict:

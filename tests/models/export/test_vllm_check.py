@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.export.vllm_check import check
-from models.export.vllm_layout import expected_tensors
+from conf.schema import Precision
+from models.export.check import check
+from models.export.layout import expected_tensors
+from models.export.vllm import VLLM
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 
@@ -216,11 +218,10 @@ def test_every_key_of_eagle_config_is_missed(folder):
         ({"tie_word_embeddings": 0}, ("tie_word_embeddings=0", "must be false")),
         ({"attention_bias": True}, ("attention_bias=true",)),
         ({"architectures": ["LlamaForCausalLM"]}, ("architectures", "LlamaForCausalLMEagle3")),
-        (
-            {"architectures": ["Eagle3Qwen3ForCausalLM"]},
-            ("midlayer.self_attn.k_norm.weight", "missing"),
-        ),
-        ({"model_type": "qwen3"}, ("model_type", 'must be "llama"')),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, ("architectures", "Llama")),
+        ({"model_type": "qwen3"}, ("midlayer.self_attn.k_norm.weight", "missing")),
+        ({"model_type": "qwen3"}, ("architectures", "must be", "Eagle3Qwen3ForCausalLM")),
+        ({"model_type": "mistral"}, ("model_type='mistral'", "llama or qwen3")),
         ({"torch_dtype": "float16"}, ("torch_dtype='float16'",)),
         ({"torch_dtype": "bfloat16"}, ("fc.weight", "dtype F32, must be BF16")),
         ({"rms_norm_eps": 0}, ("rms_norm_eps=0",)),
@@ -308,7 +309,5 @@ def test_expected_tensors_are_what_the_model_has(make_head):
     fed_back = {"fc_norm": True, "norm_output": True}
     for flags in ({}, {"norm_before_fc": True}, fed_back, {"qk_norm": True}):
         draft = make_head(**flags)
-        from conf.schema import Precision
-
-        names = set(expected_tensors(draft.config, Precision.float32))
+        names = set(expected_tensors(draft.config, VLLM, Precision.float32))
         assert names | {"embed_tokens.weight"} == set(draft.state_dict())

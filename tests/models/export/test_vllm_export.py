@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf.schema import ConfigError, Precision
-from models.export.vllm import export
-from models.export.vllm_check import check
+from models.export.check import check
+from models.export.write import export
 from models.rope import Rope, settled
 
 PLAIN = {
@@ -148,9 +148,13 @@ def test_every_flag_and_both_spellings_are_in_the_config(make_head, export_head)
 def test_qk_norm_is_the_qwen3_draft_class_and_nothing_else_changes(make_head, export_head):
     plain = config_in(export_head(make_head()))
     config = config_in(export_head(make_head(qk_norm=True)))  # replaces the other class's folder
-    changed = {key: config[key] for key in config if config[key] != plain[key]}
-    assert config.keys() == plain.keys()
-    assert changed == {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+    changed = {key: config[key] for key in config if config[key] != plain.get(key)}
+    assert config.keys() - plain.keys() == {"use_sliding_window", "sliding_window"}
+    assert changed == {
+        "architectures": ["Eagle3Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "use_sliding_window": False,
+    }
     export_head(make_head())  # and the other way round
 
 
@@ -256,7 +260,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_older_export(
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("models.export.vllm.save_file", full)
+    monkeypatch.setattr("models.export.write.save_file", full)
     with pytest.raises(ConfigError, match=r"cannot be written .*No space left"):
         export_head(make_head(fc_norm=True))
     assert (folder / "model.safetensors").read_bytes() == before

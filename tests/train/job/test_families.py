@@ -45,7 +45,7 @@ from models.branches import Branches
 from models.eagle3 import DraftConfig, DraftOutput, Eagle3Draft
 from models.export.card import CardFacts, DataFacts
 from models.export.read import read_head
-from models.export.vllm import export
+from models.export.write import export
 from models.kv import KVCache
 from models.masks import Reach
 from models.verifier import Verifier, VerifierStates, load_ends, scaled_logits, tensor_files

@@ -1,0 +1,60 @@
+"""An EAGLE-3 folder against the files of the verifier that it is for."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from conf.runtime import say
+from conf.schema import ConfigError
+from models.eagle3 import DraftConfig
+from models.export.layout import CONFIG, EMBEDDING, WEIGHTS, Layout
+from models.token_strings import first_other, tokens_in
+from models.verifier import read_tensor, tensor_files
+
+
+def against_verifier(
+    folder: Path, file: Any, draft: DraftConfig, layout: Layout, verifier: Path
+) -> Iterator[str]:
+    """Sizes, layer ids, tokens and a stored embedding against the verifier's own files."""
+    path = verifier / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{verifier}: holds no {CONFIG}; give the verifier's folder")
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    config = whole.get("text_config") or whole
+    for field in ("hidden_size", "vocab_size"):
+        if config.get(field) != getattr(draft, field):
+            yield f"{CONFIG}: {field}={getattr(draft, field)}: the verifier's is {config[field]}"
+    layers, aux = config["num_hidden_layers"], layout.keys["aux_layers"]
+    if draft.aux_layers[-1] > layers:
+        yield f"{CONFIG}: {aux}={draft.aux_layers}: the verifier has {layers} layers"
+    elif draft.aux_layers[-1] == layers and not layout.last_stream:
+        yield f"{CONFIG}: {aux}={draft.aux_layers}: {layout.engine} takes ids below {layers} alone"
+    yield from other_tokens(folder, verifier)
+    if EMBEDDING in file.keys():  # noqa: SIM118
+        ours = file.get_tensor(EMBEDDING)
+        theirs = read_tensor(verifier, tensor_files(verifier), f"model.{EMBEDDING}")
+        if ours.shape != theirs.shape or not torch.equal(ours, theirs.to(ours.dtype)):
+            yield f"{WEIGHTS}: {EMBEDDING}: differs from the verifier's; leave it out"
+
+
+def other_tokens(folder: Path, verifier: Path) -> Iterator[str]:
+    """The first token that head and verifier spell differently at one id."""
+    ours, theirs = tokens_in(folder), tokens_in(verifier)
+    if ours is None or theirs is None:
+        say(f"{folder if ours is None else verifier}: holds no tokens; they were not compared")
+        return
+    index = first_other(ours, theirs)
+    if index is not None:
+        yield (
+            f"tokens: id {index} is {ours[index]!r} for the head and {theirs[index]!r} for the "
+            "verifier; give the verifier it was trained on"
+        )
+
+
+def holds_embedding(folder: Path) -> bool:
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return EMBEDDING in file.keys()  # noqa: SIM118

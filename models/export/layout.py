@@ -1,0 +1,168 @@
+"""What an EAGLE-3 folder is: its files, its tensors, and where config.json holds what.
+
+Engines notice few mistakes (a missing tensor, a lost flag and absolute vocabulary ids all load), so
+a layout is the law that export writes by and check judges by. One module an engine has its own.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from conf.schema import ConfigError, ExportFormat, Precision
+from models.eagle3 import DraftConfig
+from models.export.card import CardFacts
+from models.facts import VerifierFacts
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+MIDLAYER, NUMBERED = "midlayer.", "layers.0."  # two spellings of the one decoder layer
+EMBEDDING = "embed_tokens.weight"  # left out: engines then share the verifier's
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+STORED = {Precision.float32: "F32", Precision.bfloat16: "BF16"}  # safetensors' names
+ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What config.json says beside the head itself: where it runs, and for whom."""
+
+    dtype: str  # of the stored weights: float32 or bfloat16
+    bos: int | None
+    eos: int | list[int] | None
+    verifier: str = ""  # hub name or folder that an engine can open
+    verifier_architectures: list[str] = field(default_factory=list)
+    draft_tokens: int = 1  # num_speculative_tokens
+
+    @classmethod
+    def of(cls, facts: VerifierFacts, card: CardFacts, dtype: Precision) -> "Setting":
+        eos = facts.eos_ids
+        return cls(
+            dtype=dtype.value,
+            bos=facts.bos_id,
+            eos=None if not eos else eos[0] if len(eos) == 1 else list(eos),
+            verifier=card.served_verifier,
+            verifier_architectures=list(facts.architectures),
+            draft_tokens=card.serve_n,
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one engine wants a head. Paths into config.json are dotted."""
+
+    format: ExportFormat
+    engine: str  # as its makers write it
+    keys: dict[str, str]  # field of DraftConfig -> where config.json holds it
+    setting_keys: dict[str, str]  # field of Setting -> the same
+    config_for: Callable[[DraftConfig, Setting], dict[str, Any]]
+    refusals: Callable[[DraftConfig], Iterator[str]]  # what the engine would run otherwise
+    serve: Callable[[CardFacts, DraftConfig, Path], list[str]]  # lines for a shell
+    layer: str = MIDLAYER
+    both_spellings: bool = True  # the layer's other prefix is read as well
+    offsets: str = "I64"  # dtype of d2t
+    membership: bool = True  # t2d is in the file, too
+    last_stream: bool = True  # the stream after the verifier's last layer can be an aux state
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it
+
+
+PLAIN_KEYS = {  # DraftConfig field -> key, for every engine that reads one flat config.json
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "draft_vocab_size": "draft_vocab_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "rope": "rope_parameters",
+    "aux_layers": "eagle_aux_hidden_state_layer_ids",
+    "qk_norm": "model_type",  # qwen3 normalises query and key, llama does not
+    **{flag: flag for flag in NORM_FLAGS},
+}
+PLAIN_SETTING = {"dtype": "torch_dtype", "bos": "bos_token_id", "eos": "eos_token_id"}
+assert set(PLAIN_KEYS) == {field.name for field in fields(DraftConfig)}
+
+
+def value_at(config: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, a number for an entry of a list; ABSENT where there is none."""
+    found: Any = config
+    for name in path.split("."):
+        if isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            return ABSENT
+    return found
+
+
+def draft_config_of(config: dict[str, Any], layout: Layout) -> DraftConfig:
+    """The head that a config.json describes. Raises ConfigError naming the missing keys."""
+    values = {name: value_at(config, path) for name, path in layout.keys.items()}
+    missing = [layout.keys[name] for name, value in values.items() if value is ABSENT]
+    if missing:
+        raise ConfigError(f"{CONFIG}: {', '.join(missing)} missing; export the head again")
+    values["qk_norm"] = values["qk_norm"] == "qwen3"
+    return DraftConfig(**values)
+
+
+def setting_of(config: dict[str, Any], layout: Layout) -> Setting:
+    """The rest of it: what is absent is None, and a finding of ``check``."""
+    found = {name: value_at(config, path) for name, path in layout.setting_keys.items()}
+    values: dict[str, Any] = {name: None if v is ABSENT else v for name, v in found.items()}
+    return Setting(**values)
+
+
+def expected_tensors(draft: DraftConfig, layout: Layout, dtype: Precision) -> dict[str, TensorSpec]:
+    """Name -> shape and dtype of every tensor in model.safetensors: no more, no less."""
+    expected = {
+        respell(name, layout.layer): TensorSpec(shape, STORED[dtype])
+        for name, shape in weight_shapes(draft).items()
+    }
+    if draft.draft_vocab_size < draft.vocab_size:  # with equal sizes vLLM refuses a d2t
+        expected["d2t"] = TensorSpec((draft.draft_vocab_size,), layout.offsets)
+        if layout.membership:
+            expected["t2d"] = TensorSpec((draft.vocab_size,), "BOOL")
+    return expected
+
+
+def weight_shapes(draft: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight but the embedding, by the name that the head itself has for it."""
+    width, inner, count = draft.hidden_size, draft.intermediate_size, len(draft.aux_layers)
+    query, key = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, count * width),
+        MIDLAYER + "input_layernorm.weight": (width,),
+        MIDLAYER + "hidden_norm.weight": (width,),
+        MIDLAYER + "self_attn.q_proj.weight": (query, 2 * width),
+        MIDLAYER + "self_attn.k_proj.weight": (key, 2 * width),
+        MIDLAYER + "self_attn.v_proj.weight": (key, 2 * width),
+        MIDLAYER + "self_attn.o_proj.weight": (width, query),
+        MIDLAYER + "post_attention_layernorm.weight": (width,),
+        MIDLAYER + "mlp.gate_proj.weight": (inner, width),
+        MIDLAYER + "mlp.up_proj.weight": (inner, width),
+        MIDLAYER + "mlp.down_proj.weight": (width, inner),
+        "norm.weight": (width,),
+        "lm_head.weight": (draft.draft_vocab_size, width),
+    }
+    if draft.norm_before_fc:
+        shapes["input_norm.weight"] = (count * width,)
+    if draft.fc_norm:
+        shapes.update({f"fc_norm.{i}.weight": (width,) for i in range(count)})
+    if draft.qk_norm:
+        shapes.update({f"{MIDLAYER}self_attn.{n}_norm.weight": (draft.head_dim,) for n in "qk"})
+    return shapes
+
+
+def respell(name: str, layer: str) -> str:
+    """``name`` with its layer's prefix spelt as ``layer``: engines differ, the tensor does not."""
+    for prefix in (MIDLAYER, NUMBERED):
+        if name.startswith(prefix):
+            return layer + name.removeprefix(prefix)
+    return name
