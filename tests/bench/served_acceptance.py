@@ -38,7 +38,7 @@ from eval.tables import table  # noqa: E402
 from models.bundled import SMOLLM2, resolve  # noqa: E402
 from models.draft_file import load_draft  # noqa: E402
 from models.export.card import CardFacts, DataFacts  # noqa: E402
-from models.export.vllm import export  # noqa: E402
+from models.export.write import export  # noqa: E402
 from models.generate import end_ids  # noqa: E402
 from models.token_strings import refuse_other_tokens  # noqa: E402
 from models.verifier import Verifier  # noqa: E402

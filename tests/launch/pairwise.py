@@ -61,7 +61,7 @@ class Combination:
 
 
 AXES = {
-    "format": tuple(kind for kind in ExportFormat if kind.value in ("vllm", "speculators")),
+    "format": (ExportFormat.vllm, ExportFormat.speculators),
     "norms": tuple(Norms),
     "qk_norm": (False, True),
     "aux": tuple(AUX),

@@ -15,8 +15,9 @@ from conf.choices import ExportFormat
 from conf.schema import DraftSection, Precision, VerifierSection
 from models.eagle3 import Eagle3Draft
 from models.export.card import CardFacts, DataFacts
-from models.export.vllm import export
-from models.export.vllm_check import check
+from models.export.check import check
+from models.export.engines import LAYOUTS
+from models.export.write import export
 from models.verifier import Verifier
 
 TINY = Lesson(steps=60, rate=3e-3, norms=0.2)
@@ -37,27 +38,20 @@ class Serving:
         """A head on a tiny random verifier, served in the combination's format; asked for once."""
         if one in self.cases:
             return self.cases[one]
-        place = self.folder / one.verifier
-        if not place.is_dir():
-            shutil.copytree(self.tokenizer, place)
-            random_verifier(one.family, one.tied).save_pretrained(place)
-        verifier = self.load(VerifierSection(path=str(place), aux_layers=AUX[one.aux]))
+        verifier = tiny(one, self.folder, self.tokenizer)
         case = self.trained(one.name, verifier, random_prompts(), one.section, TINY)
-        self.ask(case.name, case, self.exported(case, one.format), one.format)
+        self.ask(case.name, case, self.exported(case.name, case, one.format), one.format)
         self.cases[one] = case
         return case
 
     def real(self, path: Path, texts: list[str], section: DraftSection) -> Case:
         """A head on a verifier that has learnt something, in vLLM's plain format."""
-        verifier = self.load(VerifierSection(path=str(path)))
+        verifier = load(VerifierSection(path=str(path)), self.folder)
         prompts = [encode(verifier, text) for text in texts]
         case = self.trained("real", verifier, prompts, section, REAL)
-        self.ask(case.name, case, self.exported(case, ExportFormat.vllm), ExportFormat.vllm)
+        head = self.exported(case.name, case, ExportFormat.vllm)
+        self.ask(case.name, case, head, ExportFormat.vllm)
         return case
-
-    def load(self, section: VerifierSection) -> Verifier:
-        section.dtype = Precision.float32
-        return Verifier.load(section, self.folder, torch.device("cpu"), torch.float32)
 
     def trained(
         self,
@@ -75,19 +69,15 @@ class Serving:
         return Case(name, verifier, draft, prompts, own_counters(verifier, draft, prompts))
 
     def exported(
-        self, case: Case, kind: ExportFormat, draft: Eagle3Draft | None = None, name: str = ""
+        self, name: str, case: Case, kind: ExportFormat, draft: Eagle3Draft | None = None
     ) -> Path:
-        """The case's head, or another in its place, in float32."""
-        head, folder = draft or case.draft, self.folder / "heads" / (name or case.name)
-        facts = replace(case.verifier.facts, aux_layers=head.config.aux_layers)
-        card = CardFacts(facts.path, facts.path, "float32", None, DataFacts("learnt by heart"))
-        export(head, facts, folder, card, Precision.float32)
-        assert check(folder, Path(facts.path)) == []
-        return folder
+        """The case's head, or another in its place, in a folder called ``name``."""
+        folder = self.folder / "heads" / name
+        return write(draft or case.draft, case.verifier, folder, kind)
 
     def ask(self, name: str, case: Case, head: Path, kind: ExportFormat) -> None:
         """vLLM opens a head of its plain format beside the verifier; speculators' names its own."""
-        alone = kind.value == "speculators"
+        alone = kind is ExportFormat.speculators
         model = str(head) if alone else case.verifier.facts.path
         beside = None if alone else with_head(head, N_DRAFT)
         self.vllm.ask(Request(name, model, case.prompts, NEW_TOKENS, beside, watch=True))
@@ -99,6 +89,30 @@ class Serving:
         assert plain.drafts == 0
         served = self.vllm.answer(name)
         return list(partings(case, plain, served, self.vllm.states(name)))
+
+
+def write(draft: Eagle3Draft, verifier: Verifier, folder: Path, kind: ExportFormat) -> Path:
+    """Export in float32, and find nothing wrong with it."""
+    facts = replace(verifier.facts, aux_layers=draft.config.aux_layers)
+    data = DataFacts("answers learnt by heart")
+    card = CardFacts(facts.path, facts.path, "float32", None, data, draft_tokens=N_DRAFT)
+    export(draft, facts, folder, card, Precision.float32, LAYOUTS[kind])
+    assert check(folder, Path(facts.path)) == []
+    return folder
+
+
+def load(section: VerifierSection, cache: Path) -> Verifier:
+    section.dtype = Precision.float32
+    return Verifier.load(section, cache, torch.device("cpu"), torch.float32)
+
+
+def tiny(one: Combination, folder: Path, tokenizer: Path) -> Verifier:
+    """The combination's verifier, in ``folder`` from now on."""
+    place = folder / one.verifier
+    if not place.is_dir():
+        shutil.copytree(tokenizer, place)
+        random_verifier(one.family, one.tied).save_pretrained(place)
+    return load(VerifierSection(path=str(place), aux_layers=AUX[one.aux]), folder)
 
 
 def plain_of(verifier: str) -> str:

@@ -22,7 +22,7 @@ from vllm_process import VllmProcess
 
 from conf.choices import ExportFormat
 from conf.schema import DraftSection
-from models.export.vllm_layout import WEIGHTS
+from models.export.layout import WEIGHTS
 
 QUICK = 3  # combinations in the normal suite: both formats and both draft classes are among them
 DEMO = DraftSection(vocab_size=1024, fc_norm=True)  # the demo's switches
@@ -97,9 +97,9 @@ def test_what_vllm_would_not_notice_is_seen(serving: Serving):
     row = COVER[0]
     assert row.pruned and row.format is ExportFormat.vllm
     case = serving.combination(row)
-    shifted = serving.exported(case, row.format, moved(case.draft, -1), "shifted")
+    shifted = serving.exported("shifted", case, row.format, moved(case.draft, -1))
     serving.ask("shifted", case, shifted, row.format)
-    absolute = serving.exported(case, row.format, name="absolute")
+    absolute = serving.exported("absolute", case, row.format)
     make_absolute(absolute / WEIGHTS, case.draft.config.vocab_size)
     serving.ask("absolute", case, absolute, row.format)
     assert kinds(serving.partings(case.name, case)) == set()

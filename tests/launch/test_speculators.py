@@ -6,6 +6,7 @@ EYRIE_SPECULATORS_PYTHON names an interpreter that has it (tests/bench/peer_envs
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parent))  # the modules beside this one
 
 from pairwise import COVER, Combination
-from serving import Serving
+from serving import random_prompts, tiny, write
 
 from conf.choices import ExportFormat
-from models.eagle3 import Eagle3Draft
+from models.eagle3 import DraftConfig, Eagle3Draft
 from models.memory import DraftCache
+from models.verifier import Verifier
+from models.vocab import DraftVocab
 
 PROBE = Path(__file__).with_name("speculators_probe.py")
 PYTHON = os.environ.get("EYRIE_SPECULATORS_PYTHON", "")
@@ -50,15 +53,78 @@ def our_logits(draft: Eagle3Draft, given: dict[str, Tensor]) -> Tensor:
     return found
 
 
-def scattered(draft: Eagle3Draft) -> Eagle3Draft:
+def scattered(row: Combination, verifier: Verifier) -> Eagle3Draft:
     """All weights random, so that none can get lost without a difference."""
+    draft = Eagle3Draft(DraftConfig.of(row.section, verifier.facts)).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in draft.parameters():
-        wide = parameter.dim() > 1
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(noise * 0.1 if wide else 1 + noise * 0.3)
-    return draft
+        parameter.copy_(noise * 0.1 if parameter.dim() > 1 else 1 + noise * 0.3)
+    draft.embed_tokens.weight.copy_(verifier.embedding)
+    counts = torch.randint(0, 1000, (draft.config.vocab_size,), generator=generator)
+    vocab = DraftVocab.from_counts(counts, draft.config.draft_vocab_size)
+    draft.d2t.copy_(vocab.d2t)
+    draft.t2d.copy_(vocab.t2d)
+    return draft.eval()
 
 
-def test_speculators_computes_our_logits(serving_without_vllm: Serving, tmp_path: Path):
-    ...
+@dataclass(frozen=True)
+class Head:
+    name: str
+    draft: Eagle3Draft
+    folder: Path
+    given: dict[str, Tensor]  # the verifier's states and the tokens ahead of them
+
+
+@pytest.fixture(scope="module")
+def heads(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Head]:
+    """Of every combination in speculators' format, given to the library in one process."""
+    if not PYTHON:
+        pytest.skip("EYRIE_SPECULATORS_PYTHON names no interpreter that has speculators")
+    root = tmp_path_factory.mktemp("speculators")
+    made = []
+    for row in ROWS:
+        verifier = tiny(row, root, tiny_verifier)
+        draft = scattered(row, verifier)
+        folder = write(draft, verifier, root / "heads" / row.name, ExportFormat.speculators)
+        ids = random_prompts()[0][: LENGTH + 1]
+        aux = verifier.states(torch.tensor([ids[:-1]])).aux[0]
+        given = {"aux": aux.contiguous(), "tokens": torch.tensor(ids[1:])}
+        save_file(given, root / f"{row.name}.safetensors")
+        made.append(Head(row.name, draft, folder, given))
+    folders = [head.folder for head in made]
+    run = subprocess.run(
+        [PYTHON, PROBE, root, *folders],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return made
+
+
+def test_the_library_computes_our_logits(heads: list[Head]):
+    for head in heads:
+        theirs = load_file(head.folder.parents[1] / f"{head.name}-logits.safetensors")
+        ours = our_logits(head.draft, head.given)
+        assert ours.shape == theirs["logits"].shape
+        asked = ~ours.isnan()
+        assert float((ours - theirs["logits"])[asked].abs().max()) <= TOLERANCE, head.name
+        assert float(ours[asked].abs().max()) > 1
+        size = head.draft.config.draft_vocab_size
+        if size < head.draft.config.vocab_size:
+            assert torch.equal(theirs["ids"], head.draft.to_target_ids(torch.arange(size)))
+        else:
+            assert "ids" not in theirs
+
+
+def test_another_switch_would_show(heads: list[Head]):
+    """The same weights, run with the residual taken elsewhere, are further away than that."""
+    for head in heads:
+        theirs = load_file(head.folder.parents[1] / f"{head.name}-logits.safetensors")
+        head.draft.midlayer.normed = not head.draft.midlayer.normed
+        ours = our_logits(head.draft, head.given)
+        head.draft.midlayer.normed = not head.draft.midlayer.normed
+        asked = ~ours.isnan()
+        assert float((ours - theirs["logits"])[asked].abs().max()) > 100 * TOLERANCE
