@@ -1,13 +1,23 @@
 """What real vLLM does with a head. Runs in vLLM's own environment; imports nothing of Eyrie.
 
-    .venv-vllm/bin/python tests/launch/vllm_probe.py FOLDER < runs
+    .venv-vllm/bin/python tests/launch/vllm_probe.py FOLDER < requests
 
-FOLDER/request.json names the verifier, the prompts (token ids), ``max_tokens`` and ``n_draft``.
-Standard input names the runs, a line of JSON each: {"name": ..., "head": folder or null}, null for
-vLLM without a draft. Each leaves FOLDER/<name>.json: the greedy token ids and the counters of
-these prompts alone. A run with a head also leaves FOLDER/<name>.safetensors, of the first prompt's
-prefill: the verifier's states, the input and output of ``fc``, the draft's input ids and
-positions, and the logits of its first guess.
+Standard input names the runs, a line of JSON each (tests/launch/vllm_process.py writes them):
+
+    name         of the run
+    model        folder that vLLM opens: a verifier, or a head that names its own
+    speculative  vLLM's speculative_config, or null
+    watch        record the draft's first pass; needs a draft
+    prompts      token ids
+    max_tokens   of an answer
+    stop         token ids that end one; no others do
+    dtype        float32 or bfloat16
+    max_length   of a prompt with its answer
+
+Each leaves FOLDER/<name>.json: the greedy token ids and the counters of these prompts alone. A run
+that watches leaves FOLDER/<name>.safetensors before, of the first prompt's prefill: the verifier's
+states, the input and output of ``fc``, the draft's input ids and positions, and the logits of its
+first guess.
 """
 
 import os
@@ -31,20 +41,18 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 COUNTERS = "vllm:spec_decode_num_"
-MAX_MODEL_LEN = 512
 
 
-def load(verifier: str, head: str | None, n_draft: int) -> LLM:
-    speculative = {"method": "eagle3", "model": head, "num_speculative_tokens": n_draft}
+def load(request: dict) -> LLM:
     return LLM(
-        verifier,
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
+        request["model"],
+        dtype=request["dtype"],
+        max_model_len=request["max_length"],
         max_num_seqs=4,
         enforce_eager=True,
         enable_prefix_caching=False,
         disable_log_stats=False,
-        speculative_config=speculative if head else None,
+        speculative_config=request["speculative"],
     )
 
 
@@ -94,22 +102,24 @@ def watch(llm: LLM) -> dict[str, torch.Tensor]:
     return seen
 
 
-def answer(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+def answer(llm: LLM, prompts: list[list[int]], max_tokens: int, stop: list[int]) -> list[list[int]]:
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop
+    )
     requests = [{"prompt_token_ids": ids} for ids in prompts]
     outputs = llm.generate(requests, greedy, use_tqdm=False)
     return [list(out.outputs[0].token_ids) for out in outputs]
 
 
-def run(request: dict, name: str, head: str | None, folder: Path) -> dict:
-    llm = load(request["verifier"], head, request["n_draft"])
+def run(request: dict, folder: Path) -> dict:
+    llm = load(request)
     prompts = request["prompts"]
-    if head:
+    if request["watch"]:
         seen = watch(llm)
-        answer(llm, prompts[:1], 2)
-        save_file(seen, folder / f"{name}.safetensors")
+        answer(llm, prompts[:1], 2, [])
+        save_file(seen, folder / f"{request['name']}.safetensors")
     before = counters(llm)
-    tokens = answer(llm, prompts, request["max_tokens"])
+    tokens = answer(llm, prompts, request["max_tokens"], request["stop"])
     after = counters(llm)
     del llm
     gc.collect()
@@ -120,11 +130,12 @@ def run(request: dict, name: str, head: str | None, folder: Path) -> dict:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    request = json.loads((folder / "request.json").read_text())
     for line in sys.stdin:
-        wanted = json.loads(line)
-        found = run(request, wanted["name"], wanted["head"], folder)
-        (folder / f"{wanted['name']}.json").write_text(json.dumps(found))
+        request = json.loads(line)
+        found = run(request, folder)
+        whole = folder / f".{request['name']}.json"
+        whole.write_text(json.dumps(found))
+        whole.rename(folder / f"{request['name']}.json")  # it is there once it is complete
 
 
 if __name__ == "__main__":
