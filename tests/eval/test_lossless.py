@@ -343,7 +343,7 @@ def test_command_without_a_run_names_the_way_out(run_folder: Path):
         ("draft.json", "half", r"draft\.json: hidden_size='64': must be of kind int"),
         ("draft.safetensors", "x", r"not the weights of its draft\.json"),
         ("config.json", "{", r"config\.json: not JSON"),
-        ("config.json", "{}", r"config\.json: hidden_size, .* missing; export the head again"),
+        ("config.json", "{}", r"config\.json: hidden_size, .* missing; give a folder as it was"),
     ],
 )
 def test_damaged_heads_are_one_sentence(
@@ -363,12 +363,12 @@ def test_damaged_heads_are_one_sentence(
         lossless.main(words)
 
 
-def test_a_head_of_another_width_is_refused_by_name(run_folder: Path):
+def test_a_head_of_another_width_is_refused_by_name(run_folder: Path, verifier: Verifier):
     exported = run_folder / "export" / "vllm"
     cfg = load_saved(run_folder / "config.yaml")
     export_head(cfg, run_folder / "best", exported, dtype=Precision.float32)
     with pytest.raises(ConfigError, match=r"for 128 tokens of width 64, .* has 128 of width 32"):
-        read_head(exported, torch.zeros(128, 32))
+        read_head(exported, replace(verifier.facts, hidden_size=32), verifier.ends)
 
 
 def test_a_run_and_one_precision_may_be_named(run_folder: Path, little, capsys):
