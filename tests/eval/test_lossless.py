@@ -261,7 +261,29 @@ def test_command_takes_any_exported_head(run_folder: Path, little, capsys, tiny_
     with pytest.raises(ConfigError, match="names no prompts; give some with --prompts"):
         lossless.main(words)
     assert lossless.main([*words, "--prompts", "prompts.jsonl"]) == 0
-    assert "3 of 3 prompts token-identical" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 of 3 prompts token-identical" in said and "assumed" not in said
+
+
+def test_command_takes_a_head_that_says_little(
+    run_folder: Path, little, capsys, tiny_verifier: Path
+):
+    """No flag, no layer ids: what an engine would take is taken, and said."""
+    exported = run_folder / "export" / "vllm"
+    cfg = load_saved(run_folder / "config.yaml")
+    export_head(cfg, run_folder / "best", exported, dtype=Precision.float32)
+    folder = Path(shutil.copytree(exported, "published"))
+    whole = json.loads((folder / "config.json").read_text())
+    ids = "eagle_aux_hidden_state_layer_ids"
+    dropped = (ids, "eagle_config", "norm_output", "fc_norm", "rope_parameters")
+    kept = {key: value for key, value in whole.items() if key not in dropped}
+    (folder / "config.json").write_text(json.dumps(kept))
+    words = [str(folder), "--verifier", str(tiny_verifier), "--quick", "--new-tokens", "4"]
+    assert lossless.main([*words, "--prompts", "prompts.jsonl"]) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 prompts token-identical" in said
+    assert f"{ids} is not in config.json: [2, 4, 5] is assumed" in said
+    assert "fc_norm, norm_output not in config.json: false is assumed" in said
 
 
 def test_a_run_of_another_version_needs_a_verifier(

@@ -307,7 +307,7 @@ def test_heads_of_other_verifiers_are_refused_by_name(make_head, publish, facts_
 
     draft = make_head()
     folder, facts = publish(draft).write(), facts_of(draft.config)
-    with pytest.raises(ConfigError, match="for 128 tokens of width 48, .* has 256 of width 48"):
+    with pytest.raises(ConfigError, match=r"for 128 tokens of width 48, .* has 256 of width 48"):
         read_head(folder, replace(facts, vocab_size=256), ends_of(draft))
     with pytest.raises(ConfigError, match=r"set verifier\.aux_layers=\[2,4,5\]"):
         read_head(folder, replace(facts, aux_layers=[1, 2, 3]), ends_of(draft))
