@@ -11,10 +11,17 @@ from conf.schema import (
     FULL,
     AnswerBackend,
     ConfigError,
+    HeadInit,
     RunConfig,
     Stage,
 )
-from conf.stage_rules import enough_packs, flash_for_capture_alone, places, state_backends
+from conf.stage_rules import (
+    enough_packs,
+    flash_for_capture_alone,
+    heads,
+    places,
+    state_backends,
+)
 
 FILLED_BY_ENGINE = {
     "train_batch_size",
@@ -50,6 +57,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         flash_for_capture_alone,
         enough_packs,
         places,
+        heads,
         state_backends,
         evaluation_inputs,
     ):
@@ -212,6 +220,11 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
         yield (
             "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "
             "set one of them to false"
+        )
+    if cfg.draft.init is not None and cfg.draft.head_init is HeadInit.random:
+        yield (
+            "draft.head_init=random: draft.init brings the head's rows; take "
+            "draft.head_init=verifier, which begins with those, or draft.init=null"
         )
     if taken := RESERVED & set(cfg.data.template_kwargs):
         yield (

@@ -61,6 +61,9 @@ class VerifierSection:
 class DraftSection:
     vocab_size: int | str = 32000  # most frequent supervised tokens; full: the verifier's every one
     head_init: HeadInit = HeadInit.verifier
+    # A head whose weights and vocabulary training starts from: a best/ folder, or one that others
+    # published; null: a new one. Its own rows begin the head, but for head_init=frozen.
+    init: str | None = None
     intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's
     norm_before_residual: bool = False  # layer-0 residual is the normed state
@@ -191,6 +194,7 @@ class EvalSection:
     prompts: list[str] = field(
         default_factory=list
     )  # prompt files; a task name a line is reported on its own; gsm8k:FILE for a named set
+    head: str | None = None  # folder of the head to measure, published ones too; null: the run's
     max_prompts: int | None = None  # for counters and losslessness; null: all
     speed_prompts: int = 12  # for the speed measurement
     max_new_tokens: int = 64

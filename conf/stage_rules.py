@@ -51,6 +51,33 @@ def places(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
         yield from prompt_files(cfg)
 
 
+HEAD_FILES = ("draft.json", "config.json")  # of a best/ folder, and of a published head
+
+
+def heads(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
+    """The head that training starts from, and the one that is measured in place of the run's."""
+    for knob, text, used in (
+        ("draft.init", cfg.draft.init, Stage.train in running),
+        ("eval.head", cfg.eval.head, Stage.eval in running),
+    ):
+        if used and text is not None and not any((Path(text) / n).is_file() for n in HEAD_FILES):
+            yield (
+                f"{knob}={text}: no folder with {' or '.join(HEAD_FILES)}; give runs/NAME/best, "
+                "the folder of a published head, or null"
+            )
+    run = (Path(cfg.run.root) / cfg.run.name).resolve()
+    if cfg.draft.init is not None and Path(cfg.draft.init).resolve().is_relative_to(run):
+        yield (
+            f"draft.init={cfg.draft.init}: lies in the folder that run.name={cfg.run.name} writes; "
+            "choose another run.name"
+        )
+    if cfg.eval.head is not None and {Stage.train, Stage.eval} <= set(running):
+        yield (
+            f"eval.head={cfg.eval.head}: another head than the one that is trained; leave it out, "
+            "or measure it with python -m eval.main under another run.name"
+        )
+
+
 def data_files(cfg: RunConfig) -> Iterator[str]:
     remedy = "make it with python -m data.regenerate"
     if not cfg.data.path:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from conf.prompt_files import parse_prompt_file
-from conf.runtime import say
+from conf.runtime import cache_dir, say
 from conf.schema import ConfigError, RunConfig
 from data.corpus import Facts, read_facts
 from data.dialects import RowRefused
@@ -12,7 +12,9 @@ from data.records import PreparedData
 from data.render import ChatTemplate
 from data.split import prompt_digest
 from data.template import encode_prompt
-from models.vocab import DraftVocab, draft_vocab_size
+from models.start import vocabulary_to_train
+from models.verifier import load_facts
+from models.vocab import DraftVocab
 
 
 def say_summary(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) -> None:
@@ -30,8 +32,8 @@ def say_summary(cfg: RunConfig, prepared: PreparedData, template: ChatTemplate) 
             f"  all samples hang together by their prompts: {facts.overlap:,} held-out ones have "
             "a prompt that is trained on"
         )
-    size = draft_vocab_size(cfg.draft, prepared.token_counts.numel())
-    vocab = DraftVocab.from_counts(prepared.token_counts, size)
+    verifier = load_facts(cfg.verifier, cache_dir(cfg))
+    vocab = vocabulary_to_train(cfg.draft, verifier, prepared.token_counts)
     say(f"  {vocabulary_line(prepared, vocab)}")
     say_overlap(cfg, prepared, template)
     say(f"  in {prepared.folder}")

@@ -20,8 +20,9 @@ from data.prepare import prepare
 from data.prepare_report import vocabulary_line
 from data.preview_page import PageWriter
 from data.records import PreparedData, TokenizedSample
-from models.verifier import load_tokenizer
-from models.vocab import DraftVocab, draft_vocab_size
+from models.start import vocabulary_to_train
+from models.verifier import load_facts, load_tokenizer
+from models.vocab import DraftVocab
 
 SHOWN = 2  # samples printed
 BINS = 10
@@ -123,8 +124,8 @@ def main(cfg: RunConfig) -> None:
         share = float(sample.loss_mask.float().mean())
         say(f"\nsample {number}: {sample.id} ({kind}, {share:.1%} of its tokens supervised)")
         say(marked_text(sample, tokenizer, colour=sys.stdout.isatty()))
-    size = draft_vocab_size(cfg.draft, prepared.token_counts.numel())
-    vocab = DraftVocab.from_counts(prepared.token_counts, size)
+    facts = load_facts(cfg.verifier, cache_dir(cfg))
+    vocab = vocabulary_to_train(cfg.draft, facts, prepared.token_counts)
     lines = figures(cfg, prepared, vocab)
     say()
     for line in lines:

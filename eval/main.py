@@ -1,6 +1,7 @@
 """The evaluation stage: exact runs for acceptance and losslessness, timed runs for speed, a report.
 
 python -m eval.main run.name=demo [eval.max_prompts=null]
+python -m eval.main run.name=theirs eval.head=FOLDER [data.path=... eval.prompts=...]
 """
 
 import gc
@@ -32,9 +33,10 @@ from eval.speed_report import SpeedFigures
 from eval.summary import Measured, build_report
 from eval.temperatures import TemperatureRuns, run_at_temperatures
 from eval.timed import Question
-from models.draft_file import load_draft
+from models.draft_file import CONFIG
 from models.eagle3 import Eagle3Draft
 from models.generate import end_ids
+from models.heads import load_head
 from models.sampling import Sampling
 from models.steps import refuse
 from models.token_strings import refuse_other_tokens
@@ -101,7 +103,7 @@ def load_pair(
     cfg: RunConfig, draft_folder: Path, device: torch.device, dtype: torch.dtype
 ) -> tuple[Verifier, Eagle3Draft]:
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
-    return verifier, load_draft(draft_folder, device, dtype, verifier.embedding)
+    return verifier, load_head(draft_folder, verifier.facts, verifier.ends)
 
 
 def decode_settings(cfg: RunConfig, verifier: Verifier) -> DecodeSettings:
@@ -170,15 +172,31 @@ def timed_shapes(lengths: Sequence[int], trees: Sequence[str]) -> list[Shape]:
     return list({one.name: one for one in found}.values())
 
 
+def head_to_measure(cfg: RunConfig) -> Path:
+    """The run's best, or the folder in eval.head; a run with a head has its report about that."""
+    own = run_dir(cfg) / "best"
+    if cfg.eval.head is None:
+        return own
+    if (own / CONFIG).is_file():
+        raise ConfigError(
+            f"eval.head={cfg.eval.head}: run.name={cfg.run.name} has a head of its own, whose "
+            "report this would replace; give another run.name"
+        )
+    return Path(cfg.eval.head)
+
+
 def main(cfg: RunConfig) -> None:
-    """Evaluate the run's best head. Raises ConfigError when the run has other settings."""
-    if not run_dir(cfg).is_dir():
+    """Evaluate the run's best head, or the one in eval.head, whose report is all its run holds.
+
+    Raises ConfigError when the run has other settings, or a head of its own beside eval.head.
+    """
+    if cfg.eval.head is None and not run_dir(cfg).is_dir():
         raise ConfigError(
             f"run.name={cfg.run.name}: no such run in {cfg.run.root}; train it with train/main.py"
         )
     refuse_other_settings(cfg)
     use_threads(cfg.engine.threads)
-    evaluate(cfg, run_dir(cfg) / "best")
+    evaluate(cfg, head_to_measure(cfg))
 
 
 if __name__ == "__main__":

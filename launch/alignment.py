@@ -77,7 +77,8 @@ def wiring_findings(folder: Path, path: Path) -> list[str]:
     written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     config = draft_config_of(written, layout_of(written))
     verifier = load_beside(path, config)
-    draft = read_head(folder, verifier.embedding).to(verifier.device, verifier.dtype)
+    own = replace(verifier.facts, aux_layers=config.aux_layers)
+    draft = read_head(folder, own, verifier.ends)
     verdict = misaligned(draft, verifier, own_texts(verifier), NAMED)
     for note in verdict.notes:
         say(note)

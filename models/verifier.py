@@ -90,6 +90,10 @@ class Verifier:
         table: Any = self.model.get_input_embeddings()
         return table.weight
 
+    @property
+    def ends(self) -> "VerifierEnds":
+        return VerifierEnds(self.embedding, self.head.weight, self.model.config.get_text_config())
+
     def _watch_streams(self) -> None:
         """Keep the residual stream after n layers: what layer n receives, or layer L-1 returns."""
         layers = self.backbone.layers
@@ -249,13 +253,18 @@ def weights_fingerprint(folder: Path) -> str:
     Reading 64 blocks a file keeps a 140 GB verifier under a second; any retrained or requantised
     checkpoint differs in practically every block. Raises ConfigError when there are no weights.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(
             f"verifier.path={folder}: holds no .safetensors file, and other weights are not read; "
             "save the verifier with save_pretrained"
         )
+    return digest_of((folder / "config.json").read_bytes(), files)
+
+
+def digest_of(config: bytes, files: Sequence[Path]) -> str:
+    """Sixteen hex digits of a configuration and of sampled blocks of the weights beside it."""
+    digest = hashlib.sha256(config)
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

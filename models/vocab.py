@@ -30,10 +30,14 @@ class DraftVocab:
         total = counts.numel()
         size = min(size, total)
         order = counts.argsort(descending=True, stable=True)
-        ids = order[:size].sort().values
+        return cls.of_ids(order[:size].sort().values, total)
+
+    @classmethod
+    def of_ids(cls, ids: Tensor, total: int) -> "DraftVocab":
+        """``ids`` [Vd] of a verifier with ``total`` tokens, ascending."""
         member = torch.zeros(total, dtype=torch.bool)
         member[ids] = True
-        return cls(ids - torch.arange(size), member)
+        return cls(ids - torch.arange(len(ids)), member)
 
     @property
     def target_ids(self) -> Tensor:

@@ -28,16 +28,16 @@ from data.reader import ShardReader
 from data.records import PreparedData, TTTBatch
 from eval.acceptance import AcceptanceReport
 from models.draft_file import CONFIG, save_draft
-from models.eagle3 import DraftConfig, Eagle3Draft
+from models.heads import digest_of_head
 from models.kernels import choose_kernel
 from models.marks import part
+from models.start import new_draft, vocabulary_to_train
 from models.verifier import (
     VerifierEnds,
     load_ends,
     load_facts,
     scaled_logits,
 )
-from models.vocab import DraftVocab
 from train.breakdown import Breakdown
 from train.checkpoint import Checkpoints, TrainState
 from train.engine import Engine
@@ -163,13 +163,12 @@ def build(
     """The draft and its teacher, checked against the states' own argmaxes."""
     cache = cache_dir(cfg)
     facts = load_facts(cfg.verifier, cache)
-    config = DraftConfig.of(cfg.draft, facts)
-    vocab = DraftVocab.from_counts(prepared.token_counts, config.draft_vocab_size)
+    vocab = vocabulary_to_train(cfg.draft, facts, prepared.token_counts)
     ends = load_ends(cfg.verifier, cache, torch.float32)
     check_teacher(ends, source)
     torch.manual_seed(cfg.run.seed)
-    draft = Eagle3Draft(config)
-    draft.initialise(ends, vocab, cfg.draft.head_init)
+    draft = new_draft(cfg.draft, facts, ends, vocab)
+    config = draft.config
     dtype = torch.bfloat16 if cfg.engine.precision is Precision.bfloat16 else torch.float32
     head = ends.head[vocab.target_ids].to(device=device, dtype=dtype)
     share = vocab.coverage(prepared.token_counts)
@@ -215,10 +214,12 @@ def check_teacher(ends: VerifierEnds, source: ShardReader | OnlineStates) -> Non
 def curve_fingerprint(cfg: RunConfig, states: str) -> str:
     """Everything that shapes the training curve; a checkpoint continues only its own.
 
-    ``states`` is the capture's fingerprint, which covers verifier, template and data.
+    ``states`` is the capture's fingerprint, which covers verifier, template and data. Raises
+    ConfigError when the head in draft.init is gone.
     """
+    begun = None if cfg.draft.init is None else digest_of_head(Path(cfg.draft.init))
     return fingerprint(
-        states, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
+        states, begun, cfg.draft, cfg.ttt, cfg.loss, cfg.optim,
         cfg.engine.precision, cfg.engine.zero_stage, cfg.engine.deepspeed, cfg.run.seed,
         cfg.eval.valid_depth, cfg.log.valid_every,  # these two choose the best head
     )  # fmt: skip

@@ -32,10 +32,11 @@ from data.reader import ShardReader
 from data.records import PreparedData
 from data.sources import DataFile, digest
 from eval.chosen import choose_prompts
-from eval.main import evaluate
+from eval.main import evaluate, head_to_measure
 from models.draft_file import CONFIG
 from models.export.write import export_run
-from models.token_strings import save_tokens
+from models.start import config_to_train
+from models.token_strings import refuse_other_tokens, save_tokens
 from models.verifier import load_facts, load_tokenizer
 from train.loop import curve_fingerprint, fit
 from train.stop import StopRequest
@@ -58,6 +59,8 @@ def run_stages(cfg: RunConfig) -> None:
 def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
     if Stage.eval in cfg.stages:
         choose_prompts(cfg)  # unusable prompts are said now, not after the training
+    if Stage.train in cfg.stages:
+        refuse_unfit_start(cfg)
     done = Stamps(folder)
     prepared = prepared_data(cfg, ranks)
     states = manifest_of(cfg, prepared, load_facts(cfg.verifier, cache_dir(cfg)))
@@ -79,6 +82,14 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
         if Stage.export in cfg.stages:
             export_once(cfg, folder, head, prepared, ranks)
     barrier()
+
+
+def refuse_unfit_start(cfg: RunConfig) -> None:
+    """Raise ConfigError now, not after the capture, when draft.init cannot be what it is to be."""
+    cache = cache_dir(cfg)
+    config_to_train(cfg.draft, load_facts(cfg.verifier, cache))
+    if cfg.draft.init is not None:
+        refuse_other_tokens(Path(cfg.draft.init), load_tokenizer(cfg.verifier, cache))
 
 
 def captured_once(
@@ -123,7 +134,7 @@ def evaluate_once(cfg: RunConfig, folder: Path, head: str, ranks: RankInfo) -> N
     if done.has("eval", mark, report) and measured_with(report) == plain(cfg.eval):
         say(f"eval: {folder / 'eval' / 'report.md'} is there and fits; skipped")
     else:
-        evaluate(cfg, folder / "best")
+        evaluate(cfg, head_to_measure(cfg))
         done.add("eval", mark, ranks)
 
 

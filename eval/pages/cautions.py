@@ -12,6 +12,11 @@ def list_warnings(report: EvalReport, exact: ExactRuns) -> list[str]:
     found += [f"prompt lines skipped: {n} ({why})" for why, n in data.prompts_skipped.items()]
     if report.beyond_training:
         found.append(too_far(report.beyond_training))
+    if report.settings.eval.head is not None:
+        found.append(
+            f"the head is {report.settings.draft}, trained elsewhere: training samples and what is "
+            "said of them here are those of data.path, which give the n-gram floor"
+        )
     if data.trained_prompts:
         found.append(
             f"{data.trained_prompts} measured prompts are training prompts, too: the figures are "

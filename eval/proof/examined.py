@@ -16,23 +16,19 @@ from data.records import Turn
 from data.template import encode_prompt
 from eval.decode import DecodeSettings
 from eval.proof.greedy_proof import Exam
-from models.draft_file import CONFIG, load_draft
-from models.eagle3 import DraftConfig, Eagle3Draft
-from models.export.check import read_config
-from models.export.engines import layout_of
-from models.export.layout import CONFIG as EXPORTED
-from models.export.layout import draft_config_of
-from models.export.read import read_head
+from models.draft_file import CONFIG
+from models.export.layout import CONFIG as PUBLISHED
 from models.generate import end_ids
+from models.heads import config_of, is_own, load_head
 from models.token_strings import refuse_other_tokens
-from models.verifier import Verifier
+from models.verifier import Verifier, load_facts
 
 
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for."""
 
-    head: Path  # a best/ folder, or one that an export wrote
+    head: Path  # a best/ folder, or one that an export or others wrote
     verifier: str | None  # None: that of the run
     prompts: list[str]  # files; empty: those of the run
     count: int
@@ -67,7 +63,7 @@ def examine(request: Request, dtype: torch.dtype) -> Exam:
     prompts = take(read_prompts(files).prompts, request.count)
     device = pick_device(cfg.run.device, 0)
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
-    draft = draft_of(request.head, device, dtype, verifier)
+    draft = load_head(request.head, verifier.facts, verifier.ends)
     refuse_other_tokens(request.head, verifier.tokenizer)
     ids = encode_first(verifier, prompts, cfg)
     if not ids:
@@ -81,10 +77,10 @@ def examine(request: Request, dtype: torch.dtype) -> Exam:
 def settings_of(request: Request) -> RunConfig:
     """The run's own, where the head lies in one; ``--verifier`` replaces its verifier."""
     head = request.head
-    if not (head / CONFIG).is_file() and not (head / EXPORTED).is_file():
+    if not is_own(head) and not (head / PUBLISHED).is_file():
         raise ConfigError(
-            f"{head}: holds no head, neither {CONFIG} nor an exported {EXPORTED}; give a best/ "
-            "folder of a run, or one that launch.export wrote"
+            f"{head}: holds no head, neither {CONFIG} nor a published {PUBLISHED}; give a best/ "
+            "folder of a run, or one that launch.export or others wrote"
         )
     saved = next(
         (
@@ -103,7 +99,7 @@ def settings_of(request: Request) -> RunConfig:
     else:
         cfg = RunConfig()
     if request.verifier is not None:
-        layers = aux_layers_of(head)
+        layers = aux_layers_of(head, request.verifier, cache_dir(cfg))
         cfg = replace(cfg, verifier=VerifierSection(path=request.verifier, aux_layers=layers))
     return cfg
 
@@ -122,22 +118,10 @@ def settings_in(saved: Path, dispensable: bool) -> RunConfig:
         return RunConfig()
 
 
-def aux_layers_of(head: Path) -> list[int]:
-    """The verifier layers whose states the head reads."""
-    if (head / CONFIG).is_file():
-        return DraftConfig.from_json((head / CONFIG).read_text()).aux_layers
-    config, findings = read_config(head)
-    if findings:
-        raise ConfigError(f"{head}: {findings[0]}; export the head again")
-    return draft_config_of(config, layout_of(config)).aux_layers
-
-
-def draft_of(
-    head: Path, device: torch.device, dtype: torch.dtype, verifier: Verifier
-) -> Eagle3Draft:
-    if (head / CONFIG).is_file():
-        return load_draft(head, device, dtype, verifier.embedding)
-    return read_head(head, verifier.embedding).to(device=device, dtype=dtype)
+def aux_layers_of(head: Path, verifier: str, cache: Path) -> list[int]:
+    """The verifier layers whose states the head reads; a default where its files name none."""
+    any_layer = VerifierSection(path=verifier, aux_layers=[1])  # few layers have no default ids
+    return config_of(head, load_facts(any_layer, cache)).aux_layers
 
 
 def encode_first(

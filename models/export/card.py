@@ -94,6 +94,7 @@ def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Pa
             f"{optim.epochs:g} epochs{limit}",
             f"samples of at most {cfg.data.max_length} tokens, {cfg.engine.precision.value}, "
             f"seed {cfg.run.seed}",
+            *([f"started from the weights of {cfg.draft.init}"] if cfg.draft.init else []),
         ],
         figures=read_figures(head),
         draft_tokens=min(cfg.eval.n_draft, ttt.depth),

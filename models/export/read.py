@@ -1,54 +1,58 @@
-"""Reads a head back from a folder that an engine serves."""
+"""Reads a head from a folder that others published or that an export wrote."""
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from torch import nn
 
+from conf.runtime import note_once
 from conf.schema import ConfigError
-from models.eagle3 import Eagle3Draft
-from models.export.check import check
-from models.export.engines import layout_of
-from models.export.layout import (
-    CONFIG,
-    EMBEDDING,
-    MIDLAYER,
-    WEIGHTS,
-    draft_config_of,
-    respell,
-)
+from models.eagle3 import DraftConfig, Eagle3Draft
+from models.export.dialect import described
+from models.export.stored import completed, read_tensors, vocabulary
+from models.verifier import VerifierEnds, VerifierFacts
+from models.vocab import DraftVocab
 
 
-def read_head(folder: Path, embedding: Tensor | None = None) -> Eagle3Draft:
-    """The head in ``folder``, in the dtype it is stored in, for inference.
+def read_head(folder: Path, facts: VerifierFacts, ends: VerifierEnds) -> Eagle3Draft:
+    """The head in ``folder`` for inference, in the precision and on the device of ``ends``.
 
-    ``embedding`` [V, D] is the verifier's; a copy in the file is used without it. Raises
-    ConfigError with the first finding when the folder does not pass ``check``, and for an embedding
-    of another shape.
+    The embedding is the verifier's own, as serving engines share it. What the files leave open is
+    said once. Raises ConfigError for a head of another verifier, and naming the key or tensor for
+    one that cannot be run here.
     """
-    findings = check(folder)
-    if findings:
-        raise ConfigError(f"{folder}: {findings[0]} ({len(findings)} findings)")
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    stored = {respell(name, MIDLAYER): t for name, t in load_file(folder / WEIGHTS).items()}
-    if embedding is not None:
-        stored[EMBEDDING] = embedding
-    if EMBEDDING not in stored:
-        raise ConfigError(f"{folder}: holds no embedding; give the verifier's")
-    draft = Eagle3Draft(draft_config_of(config, layout_of(config)))
-    own, given = tuple(draft.embed_tokens.weight.shape), tuple(stored[EMBEDDING].shape)
-    if own != given:
-        raise ConfigError(
-            f"{folder}: the head is for {own[0]} tokens of width {own[1]}, and the verifier has "
-            f"{given[0]} of width {given[1]}; give the verifier it was trained on"
-        )
-    if "d2t" not in stored:  # the whole vocabulary: no offset anywhere
-        stored["d2t"] = torch.zeros_like(draft.d2t)
-    if "t2d" not in stored:
-        ids = stored["d2t"] + torch.arange(len(stored["d2t"]))
-        stored["t2d"] = torch.zeros_like(draft.t2d).index_fill(0, ids, True)
-    dtype = stored["fc.weight"].dtype
-    draft.to(dtype).load_state_dict(stored)
+    found = described(folder, facts)
+    refuse_other_verifier(folder, found.draft, facts)
+    with torch.device("meta"):  # its shapes alone; the weights are the file's
+        draft = Eagle3Draft(found.draft)
+    shapes = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    whole = completed(read_tensors(folder), found.draft, ends, shapes)
+    for line in [*found.assumed, *whole.assumed]:
+        note_once(f"{folder}: {line}")
+    draft.load_state_dict(whole.tensors, assign=True)
+    draft = draft.to(device=ends.embedding.device, dtype=ends.embedding.dtype)
+    draft.embed_tokens.weight = nn.Parameter(ends.embedding)
     return draft.eval().requires_grad_(False)
+
+
+def read_vocabulary(folder: Path, draft: DraftConfig) -> DraftVocab:
+    """The tokens of the head in ``folder``. Raises ConfigError as ``read_head`` does."""
+    return DraftVocab.of_ids(
+        vocabulary(read_tensors(folder), draft).sort().values, draft.vocab_size
+    )
+
+
+def refuse_other_verifier(folder: Path, draft: DraftConfig, facts: VerifierFacts) -> None:
+    """Raise ConfigError unless the states and tokens are those that the head reads."""
+    if (draft.vocab_size, draft.hidden_size) != (facts.vocab_size, facts.hidden_size):
+        raise ConfigError(
+            f"{folder}: the head is for {draft.vocab_size} tokens of width {draft.hidden_size}, "
+            f"and the verifier has {facts.vocab_size} of width {facts.hidden_size}; give the "
+            "verifier it was trained on"
+        )
+    if draft.aux_layers != facts.aux_layers:
+        words = ",".join(map(str, draft.aux_layers))
+        raise ConfigError(
+            f"{folder}: the head reads the streams after {draft.aux_layers} layers, and the "
+            f"verifier gives those after {facts.aux_layers}; set verifier.aux_layers=[{words}]"
+        )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from conf.choices import EvalRule, StepKind
 from conf.schema import ConfigError, Device, EvalSection, RunConfig, RunSection, VerifierSection
@@ -29,7 +30,7 @@ from eval.foretold import HeldOut, read_held_out
 from eval.main import evaluate, main
 from eval.measure import Asking, placed, run_exact, training_answers
 from eval.report_file import read_report
-from models.draft_file import save_draft
+from models.draft_file import load_draft, save_draft
 from models.verifier import Verifier
 
 DYNAMIC = "dynamic:nodes=4,depth=2,top_k=2"
@@ -191,6 +192,63 @@ def test_sampled_answers_use_exact_rejection(cfg: RunConfig):
 def test_a_head_that_is_not_there(cfg: RunConfig, tmp_path: Path):
     with pytest.raises(ConfigError, match="holds no draft"):
         evaluate(cfg, tmp_path / "nothing")
+
+
+def publish(cfg: RunConfig, folder: Path) -> Path:
+    """The run's head as others write one: no flag, no t2d, the layer's other name, one more id."""
+    draft = load_draft(head_of(cfg), torch.device("cpu"), torch.float32)
+    sizes = draft.config
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
+        "draft_vocab_size": sizes.draft_vocab_size,
+        "max_position_embeddings": sizes.max_positions,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "rope_theta": sizes.rope["rope_theta"],
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [n - 1 for n in sizes.aux_layers],
+        },
+    }
+    left = ("embed_tokens.weight", "t2d")
+    tensors = {
+        name.replace("midlayer.", "layers.0."): tensor.contiguous()
+        for name, tensor in draft.state_dict().items()
+        if name not in left
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_published_head_is_measured_under_a_name_of_its_own(cfg: RunConfig, tmp_path, capsys):
+    """The same counters as the head it was made of; what its files leave open is said."""
+    few = replace(cfg.eval, max_prompts=2, n_sweep=[1], speed_prompts=1)
+    ours = evaluate(replace(cfg, eval=few), head_of(cfg))
+    capsys.readouterr()
+    section = replace(few, head=str(publish(cfg, tmp_path / "theirs")))
+    main(replace(cfg, eval=section, run=replace(cfg.run, name="foreign")))
+    found = read_report(tmp_path / "runs" / "foreign")
+    assert found.counters == ours.counters and found.tau == ours.tau
+    assert found.lossless.identical == found.lossless.checked > 0
+    assert found.settings.draft == section.head
+    assert any("trained elsewhere" in warning for warning in found.warnings)
+    assert not any("trained elsewhere" in warning for warning in ours.warnings)
+    said = capsys.readouterr().out
+    assert "alone: layer outputs are assumed, the streams after [2, 4, 5] layers" in said
+    assert said.count("false is assumed") == 1  # once, though it is loaded twice
+    with pytest.raises(ConfigError, match=r"run\.name=tiny has a head of its own"):
+        main(replace(cfg, eval=section))
+    layers = replace(cfg.verifier, aux_layers=[1, 2, 3])
+    with pytest.raises(ConfigError, match=r"set verifier\.aux_layers=\[2,4,5\]"):
+        stage.load_pair(
+            replace(cfg, verifier=layers), Path(section.head), torch.device("cpu"), torch.float32
+        )
 
 
 def test_a_head_of_other_tokens(cfg: RunConfig):

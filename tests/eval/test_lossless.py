@@ -262,7 +262,29 @@ def test_command_takes_any_exported_head(run_folder: Path, little, capsys, tiny_
     with pytest.raises(ConfigError, match="names no prompts; give some with --prompts"):
         lossless.main(words)
     assert lossless.main([*words, "--prompts", "prompts.jsonl"]) == 0
-    assert "3 of 3 prompts token-identical" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 of 3 prompts token-identical" in said and "assumed" not in said
+
+
+def test_command_takes_a_head_that_says_little(
+    run_folder: Path, little, capsys, tiny_verifier: Path
+):
+    """No flag, no layer ids: what an engine would take is taken, and said."""
+    exported = run_folder / "export" / "vllm"
+    cfg = load_saved(run_folder / "config.yaml")
+    export_head(cfg, run_folder / "best", exported, dtype=Precision.float32)
+    folder = Path(shutil.copytree(exported, "published"))
+    whole = json.loads((folder / "config.json").read_text())
+    ids = "eagle_aux_hidden_state_layer_ids"
+    dropped = (ids, "eagle_config", "norm_output", "fc_norm", "rope_parameters")
+    kept = {key: value for key, value in whole.items() if key not in dropped}
+    (folder / "config.json").write_text(json.dumps(kept))
+    words = [str(folder), "--verifier", str(tiny_verifier), "--quick", "--new-tokens", "4"]
+    assert lossless.main([*words, "--prompts", "prompts.jsonl"]) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 prompts token-identical" in said
+    assert f"{ids} is not in config.json: [2, 4, 5] is assumed" in said
+    assert "fc_norm, norm_output not in config.json: false is assumed" in said
 
 
 def test_a_run_of_another_version_needs_a_verifier(
@@ -344,7 +366,7 @@ def test_command_without_a_run_names_the_way_out(run_folder: Path):
         ("draft.json", "half", r"draft\.json: hidden_size='64': must be of kind int"),
         ("draft.safetensors", "x", r"not the weights of its draft\.json"),
         ("config.json", "{", r"config\.json: not JSON"),
-        ("config.json", "{}", r"config\.json: hidden_size, .* missing; export the head again"),
+        ("config.json", "{}", r"config\.json: hidden_size, .* missing; give a folder as it was"),
     ],
 )
 def test_damaged_heads_are_one_sentence(
@@ -364,12 +386,12 @@ def test_damaged_heads_are_one_sentence(
         lossless.main(words)
 
 
-def test_a_head_of_another_width_is_refused_by_name(run_folder: Path):
+def test_a_head_of_another_width_is_refused_by_name(run_folder: Path, verifier: Verifier):
     exported = run_folder / "export" / "vllm"
     cfg = load_saved(run_folder / "config.yaml")
     export_head(cfg, run_folder / "best", exported, dtype=Precision.float32)
     with pytest.raises(ConfigError, match=r"for 128 tokens of width 64, .* has 128 of width 32"):
-        read_head(exported, torch.zeros(128, 32))
+        read_head(exported, replace(verifier.facts, hidden_size=32), verifier.ends)
 
 
 def test_a_run_and_one_precision_may_be_named(run_folder: Path, little, capsys):

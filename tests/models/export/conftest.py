@@ -1,18 +1,23 @@
 """A small random head with everything that could get lost on the way: odd widths, no default."""
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from conf.schema import Precision
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts
+from models.export.read import read_head
 from models.export.write import export
 from models.layer_shape import LayerShape
-from models.verifier import VerifierFacts
+from models.verifier import VerifierEnds, VerifierFacts
 from models.vocab import DraftVocab
 
 BASE = DraftConfig(
@@ -84,6 +89,75 @@ def export_head(tmp_path: Path) -> Callable[[Eagle3Draft], Path]:
         return export(draft, facts_for(draft.config), tmp_path / "vllm", CARD, dtype)
 
     return write
+
+
+def ends_for(draft: Eagle3Draft) -> VerifierEnds:
+    """The draft's embedding, and a head of the whole vocabulary, as a verifier has them."""
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(draft.embed_tokens.weight.shape, generator=generator)
+    return VerifierEnds(draft.embed_tokens.weight.detach(), rows, LlamaConfig())
+
+
+@pytest.fixture
+def ends_of() -> Callable[[Eagle3Draft], VerifierEnds]:
+    return ends_for
+
+
+@pytest.fixture
+def read_back() -> Callable[[Path, Eagle3Draft], Eagle3Draft]:
+    """Import a folder for the verifier of ``draft``."""
+    return lambda folder, draft: read_head(folder, facts_for(draft.config), ends_for(draft))
+
+
+@dataclass
+class Published:
+    """A head as others publish it: what config.json says, and the tensors."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    def write(self, pickled: bool = False) -> Path:
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            (self.folder / name).unlink(missing_ok=True)
+        if pickled:
+            torch.save(self.tensors, self.folder / "pytorch_model.bin")
+        else:
+            save_file(self.tensors, self.folder / "model.safetensors")
+        return self.folder
+
+
+@pytest.fixture
+def publish(tmp_path: Path) -> Callable[[Eagle3Draft], Published]:
+    """An invented official file: one flat config with the old rope spelling, no flag, no ids."""
+
+    def make(draft: Eagle3Draft) -> Published:
+        sizes = draft.config
+        folder = tmp_path / "published"
+        folder.mkdir(exist_ok=True)
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.intermediate_size,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "head_dim": sizes.head_dim,
+            "vocab_size": sizes.vocab_size,
+            "draft_vocab_size": sizes.draft_vocab_size,
+            "max_position_embeddings": sizes.max_positions,
+            "rms_norm_eps": sizes.rms_norm_eps,
+            "rope_theta": sizes.rope["rope_theta"],
+            "rope_scaling": None,
+            "eagle_aux_hidden_state_layer_ids": list(sizes.aux_layers),
+        }
+        state = {n: t.clone() for n, t in draft.state_dict().items() if n != "embed_tokens.weight"}
+        return Published(folder, config, state)
+
+    return make
 
 
 @pytest.fixture

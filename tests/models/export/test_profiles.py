@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from conf.schema import ConfigError, ExportFormat, Precision
@@ -15,7 +14,6 @@ from models.export.check import check
 from models.export.engines import LAYOUTS, layout_of
 from models.export.layout import NORM_FLAGS, Setting, draft_config_of
 from models.export.llamacpp import LLAMACPP
-from models.export.read import read_head
 from models.export.sglang import SGLANG
 from models.export.speculators import SPECULATORS
 from models.export.trtllm import TRTLLM
@@ -74,24 +72,6 @@ def test_an_engine_runs_the_head_that_was_trained_or_export_refuses(
     assert found != Head(draft.config, [])
     findings = check(folder, layout=layout)
     assert findings == [f"{CONFIG}: {reason}" for reason in reasons]
-
-
-@ALL
-@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 128}, {"norm_output": True}])
-def test_out_and_back_is_bit_exact(layout, changes, make_head, facts_of, plain_card, tmp_path):
-    draft = make_head(**changes)
-    if list(layout.refusals(draft.config)):
-        pytest.skip("refused by this profile, see above")
-    one, two = tmp_path / "one", tmp_path / "two"
-    facts = facts_of(draft.config)
-    export(draft, facts, one, plain_card, Precision.float32, layout)
-    back = read_head(one, draft.embed_tokens.weight)
-    assert back.config == draft.config
-    theirs = draft.state_dict()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in back.state_dict().items())
-    export(back, facts, two, plain_card, Precision.float32, layout)
-    assert (one / WEIGHTS).read_bytes() == (two / WEIGHTS).read_bytes()
-    assert (one / CONFIG).read_text() == (two / CONFIG).read_text()
 
 
 @ALL

@@ -517,7 +517,7 @@ def test_prepare_capture_train_export(cfg: RunConfig, verifier: Verifier, tmp_pa
     exported = tmp_path / "head"
     card = CardFacts("a/verifier", "a/verifier", "float32", "0123", DataFacts("answers.jsonl"))
     export(module.draft.eval(), verifier.facts, exported, card, Precision.float32)
-    again = read_head(exported, verifier.embedding)
+    again = read_head(exported, verifier.facts, verifier.ends)
     assert again.config == module.draft.config
     assert again.config.head_dim == module.draft.midlayer.self_attn.head_dim
 

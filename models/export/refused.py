@@ -1,0 +1,71 @@
+"""Heads that are published and cannot be run here, each told by its config.json."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+ONE_LAYER = "give an EAGLE-3 head of one Llama layer"
+# The library's names of layers that compute what a Llama layer does, biases apart.
+LAYERS = ("llama", "mistral", "qwen2")
+QUANTISED = ("quantization_config", "compression_config")
+PARALLEL = ("parallel_drafting", "pard_token", "ptd_token_id", "mask_token_id")
+
+
+def refusals(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
+    """Why this head is none of ours, a sentence each. ``layer``: the part on the decoder layer."""
+    yield from other_kinds(top, layer)
+    yield from other_sizes(layer)
+    yield from other_steps(layer, layer.get("eagle_config") or {})
+    for key in QUANTISED:
+        if top.get(key) or layer.get(key):
+            yield f"{key}: the head is quantised, which is not read; give the one before"
+
+
+def other_kinds(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
+    names = json.dumps(top.get("architectures") or [])
+    kind = top.get("speculators_model_type", "eagle3")
+    model = layer.get("model_type", "llama")
+    if "medusa" in f"{names}{model}".lower() or "medusa_num_heads" in layer:
+        yield f"architectures={names}: a Medusa head; {ONE_LAYER}"
+    elif '"Eagle' in names and "Eagle3" not in names:
+        yield f"architectures={names}: an EAGLE-1 head; {ONE_LAYER}"
+    elif kind != "eagle3":
+        yield f"speculators_model_type={kind}: not eagle3; {ONE_LAYER}"
+    elif model not in LAYERS:
+        yield f"model_type={model}: its layer is none of {', '.join(LAYERS)}; {ONE_LAYER}"
+    for key in PARALLEL:
+        if layer.get(key) not in (None, False) or top.get(key) not in (None, False):
+            yield f"{key}: a head for parallel drafting, which fills places with mask_hidden; " + (
+                "give one that drafts token by token"
+            )
+
+
+def other_sizes(layer: dict[str, Any]) -> Iterator[str]:
+    count, width = layer.get("num_hidden_layers", 1), layer.get("hidden_size")
+    target = layer.get("target_hidden_size")
+    if count != 1:
+        yield f"num_hidden_layers={count}: a head of more than one layer; {ONE_LAYER}"
+    if target not in (None, width):
+        yield (
+            f"target_hidden_size={target}: differs from hidden_size={width}, and a draft here is "
+            "as wide as its verifier; give such a head"
+        )
+
+
+def other_steps(layer: dict[str, Any], eagle: dict[str, Any]) -> Iterator[str]:
+    """What would be computed otherwise than our draft does."""
+    act, scale = layer.get("hidden_act", "silu"), layer.get("logit_scale")
+    windows = "sliding_attention" in (layer.get("layer_types") or [])
+    if windows or (layer.get("use_sliding_window") and layer.get("sliding_window")):
+        yield (
+            f"sliding_window={layer.get('sliding_window')}: the layer sees a window of the text, "
+            "and a draft here sees all of it; give a head with full attention"
+        )
+    if act != "silu":
+        yield f"hidden_act={act}: must be silu; {ONE_LAYER}"
+    if scale not in (None, 1):
+        yield f"logit_scale={scale}: must be 1, logits are not scaled here; {ONE_LAYER}"
+    if eagle.get("use_aux_hidden_state") is False:
+        yield "eagle_config.use_aux_hidden_state=false: reads no states inside; " + ONE_LAYER
+    if eagle.get("next_layer_regular") is False or eagle.get("eh_proj_before_attn"):
+        yield "eagle_config: its layer is not EAGLE-3's; " + ONE_LAYER

@@ -1,0 +1,66 @@
+"""A head on disk, whoever wrote it: training (draft.json) or others (config.json)."""
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from conf.schema import ConfigError
+from models.draft_file import CONFIG, WEIGHTS, load_draft
+from models.eagle3 import DraftConfig, Eagle3Draft
+from models.export.dialect import described
+from models.export.layout import CONFIG as PUBLISHED
+from models.export.layout import WEIGHTS as PUBLISHED_WEIGHTS
+from models.export.read import read_head, read_vocabulary, refuse_other_verifier
+from models.export.stored import PICKLED
+from models.verifier import VerifierEnds, VerifierFacts, digest_of
+from models.vocab import DraftVocab
+
+
+def is_own(folder: Path) -> bool:
+    """Whether training wrote it."""
+    return (folder / CONFIG).is_file()
+
+
+def config_of(folder: Path, facts: VerifierFacts) -> DraftConfig:
+    """Sizes and switches, without the weights. Raises ConfigError when they cannot be had."""
+    if is_own(folder):
+        return DraftConfig.from_json((folder / CONFIG).read_text())
+    return described(folder, facts).draft
+
+
+def load_head(folder: Path, facts: VerifierFacts, ends: VerifierEnds) -> Eagle3Draft:
+    """For inference, in the precision and on the device of ``ends``, with its embedding.
+
+    Raises ConfigError for a head of another verifier or of other layers of it.
+    """
+    if not is_own(folder):
+        return read_head(folder, facts, ends)
+    refuse_other_verifier(folder, config_of(folder, facts), facts)
+    return load_draft(folder, ends.embedding.device, ends.embedding.dtype, ends.embedding)
+
+
+def vocabulary_of(folder: Path, draft: DraftConfig) -> DraftVocab:
+    """The tokens that the head in ``folder`` can propose."""
+    if not is_own(folder):
+        return read_vocabulary(folder, draft)
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            return DraftVocab(file.get_tensor("d2t"), file.get_tensor("t2d"))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{folder / WEIGHTS}: not the weights of its {CONFIG} ({error}); give a best/ folder "
+            "written by training"
+        ) from error
+
+
+def digest_of_head(folder: Path) -> str:
+    """Sixteen hex digits that change when its configuration or any weights do."""
+    config = folder / (CONFIG if is_own(folder) else PUBLISHED)
+    names = (WEIGHTS,) if is_own(folder) else (PUBLISHED_WEIGHTS, PICKLED)
+    weights = [folder / name for name in names if (folder / name).is_file()]
+    if not config.is_file() or not weights:
+        raise ConfigError(
+            f"draft.init={folder}: holds no head, and the run begins with it; put it back, or "
+            "choose another run.name"
+        )
+    return digest_of(config.read_bytes(), weights[:1])

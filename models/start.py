@@ -1,0 +1,101 @@
+"""What a draft starts from: the verifier and chance, or the weights of the head in draft.init."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conf.runtime import note_once
+from conf.schema import FULL, ConfigError, DraftSection, HeadInit
+from models.eagle3 import DraftConfig, Eagle3Draft
+from models.heads import config_of, load_head, vocabulary_of
+from models.rope import Rope, Rotary
+from models.verifier import VerifierEnds, VerifierFacts
+from models.vocab import DraftVocab, draft_vocab_size
+
+# No knob sets these: without draft.init they are the verifier's, with it the head's.
+OF_THE_HEAD = ("num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope")
+OF_THE_VERIFIER = ("hidden_size", "vocab_size")
+KNOBS = {"aux_layers": "verifier.aux_layers", "draft_vocab_size": "draft.vocab_size"}
+
+
+def config_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
+    """The head that ``section`` asks for; with draft.init, as far as knobs go, that one's twin.
+
+    The position limit is the section's: it is no weight, and a published head often has a low one.
+    Raises ConfigError with the first field that differs from the head in draft.init.
+    """
+    asked = DraftConfig.of(section, facts)
+    if section.init is None:
+        return asked
+    found = config_of(Path(section.init), facts)
+    for name in [field.name for field in fields(DraftConfig)]:
+        theirs, ours = getattr(found, name), getattr(asked, name)
+        if name not in (*OF_THE_HEAD, "max_positions") and theirs != ours:
+            raise ConfigError(
+                f"draft.init={section.init}: its {name} is {theirs}, here it would be {ours}; "
+                + remedy(name, found)
+            )
+    kept = {name: getattr(found, name) for name in OF_THE_HEAD}
+    for name, value in kept.items():
+        if value != getattr(asked, name):
+            note_once(f"draft.init: {name} is the head's, {value}, not {getattr(asked, name)}")
+    trained = replace(asked, **kept)
+    refuse_other_table(section, found, trained)
+    return trained
+
+
+def remedy(name: str, found: DraftConfig) -> str:
+    if name in OF_THE_VERIFIER:
+        return "give the verifier it was trained on"
+    value = getattr(found, name)
+    words = str(value).lower().replace(" ", "")  # true, false, [2,4,5] or a number
+    if name == "draft_vocab_size" and value == found.vocab_size:
+        words = FULL
+    return f"set {KNOBS.get(name, f'draft.{name}')}={words}"
+
+
+def refuse_other_table(section: DraftSection, found: DraftConfig, trained: DraftConfig) -> None:
+    """Another position limit must leave the rotary table as the weights know it."""
+    if trained.max_positions == found.max_positions:
+        return
+    before, after = (Rotary(Rope(c.head_dim, c.max_positions, c.rope)) for c in (found, trained))
+    same = torch.equal(before.inverse_frequencies, after.inverse_frequencies)
+    if not same or before.scaling != after.scaling:
+        raise ConfigError(
+            f"draft.init={section.init}: its rotary table holds for {found.max_positions} "
+            f"positions, and {trained.max_positions} would change it; set "
+            f"draft.max_positions={found.max_positions}"
+        )
+    note_once(
+        f"draft.init: the position limit becomes {trained.max_positions}, the head had "
+        f"{found.max_positions} (draft.max_positions)"
+    )
+
+
+def vocabulary_to_train(section: DraftSection, facts: VerifierFacts, counts: Tensor) -> DraftVocab:
+    """That of the head in draft.init, else the most frequent tokens of ``counts`` [V]."""
+    if section.init is None:
+        return DraftVocab.from_counts(counts, draft_vocab_size(section, counts.numel()))
+    return vocabulary_of(Path(section.init), config_to_train(section, facts))
+
+
+def new_draft(
+    section: DraftSection, facts: VerifierFacts, ends: VerifierEnds, vocab: DraftVocab
+) -> Eagle3Draft:
+    """A draft to train. The embedding is the verifier's, frozen; with ``head_init: frozen`` the
+    head's rows are, too, whatever the head in draft.init has."""
+    draft = Eagle3Draft(config_to_train(section, facts))
+    draft.initialise(ends, vocab, section.head_init)
+    if section.init is not None:
+        take_weights(draft, load_head(Path(section.init), facts, ends), section.head_init)
+    return draft
+
+
+@torch.no_grad()
+def take_weights(draft: Eagle3Draft, source: Eagle3Draft, head_init: HeadInit) -> None:
+    for name, parameter in draft.named_parameters():
+        rows = name.startswith("lm_head.") and head_init is HeadInit.frozen
+        if not rows and not name.startswith("embed_tokens."):
+            parameter.copy_(source.get_parameter(name))
