@@ -8,7 +8,14 @@ from torch import Tensor
 from eval.output import Ends, Output
 from eval.sides import TargetDecoder
 from models.generate import into_holes
-from models.sampling import OwnDice, Sampling, draw_at, likeliest, probabilities
+from models.sampling import (
+    OwnDice,
+    Sampling,
+    draw_at,
+    likeliest,
+    probabilities,
+    refuse_no_token,
+)
 from models.steps import Steps, now
 
 
@@ -69,6 +76,7 @@ class Batch:
         seconds = self.seconds
         for output, new in zip(self.running, tokens, strict=True):
             going = not output.ended
+            refuse_no_token(new)
             output.emit(new)
             if going and output.ended:
                 output.seconds = seconds

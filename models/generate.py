@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conf.schema import ConfigError
 from models.kv import KVCache
-from models.sampling import OwnDice, Sampling, draw_at, likeliest, probabilities
+from models.sampling import OwnDice, Sampling, draw_at, likeliest, probabilities, refuse_no_token
 from models.verifier import Verifier
 
 
@@ -57,7 +57,9 @@ class _Live:
             rows = [i for i, own in enumerate(self.sampling) if own == sampling]
             where = torch.tensor(rows, device=tokens.device)
             tokens[where] = draw_at(probabilities(logits[where], sampling), uniform[where])
-        return tokens.tolist()
+        chosen = tokens.tolist()
+        refuse_no_token(chosen)
+        return chosen
 
     def keep(self, order: list[int]) -> None:
         self.index = [self.index[i] for i in order]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conf.schema import FULL, ConfigError
-from conf.shapes import chain
+from conf.schema import FULL, ConfigError, JobError
+from conf.shapes import chain, parse_shape
 from eval.batch import Batch
 from eval.decode import DecodeSettings, Speculation, decode
 from eval.generation import Generation
@@ -160,6 +160,18 @@ def test_bad_prompts_and_settings_are_named(verifier: Verifier, make_draft):
         replace(SETTINGS, max_new_tokens=0)
     with pytest.raises(ConfigError, match="rule=greedy"):
         replace(SETTINGS, sampling=Sampling(temperature=1.0))
+
+
+@pytest.mark.parametrize("shape", [None, "3", "2x2", "dynamic:nodes=4,depth=2,top_k=2"])
+def test_broken_logits_end_the_decoding(verifier: Verifier, make_draft, monkeypatch, shape):
+    """A NaN among the head's weights: no token is made of it."""
+    weights = verifier.head.weight.clone()
+    weights[50] = torch.nan
+    monkeypatch.setattr(verifier.head, "weight", torch.nn.Parameter(weights))
+    draft = make_draft(FULL) if shape else None
+    settings = replace(SETTINGS, shape=parse_shape(shape, "test") if shape else SETTINGS.shape)
+    with pytest.raises(JobError, match="NaN or -inf"):
+        decode(verifier, draft, [PROMPT], settings)
 
 
 def test_a_draft_of_other_layers_is_refused(verifier: Verifier, make_draft):

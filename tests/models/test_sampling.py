@@ -17,12 +17,14 @@ from transformers import (
 from conf.schema import ConfigError, JobError
 from models.sampling import (
     HEAD,
+    NO_TOKEN,
     OwnDice,
     Sampling,
     SharedDice,
     draw_at,
     likeliest,
     probabilities,
+    refuse_no_token,
 )
 
 INF = math.inf
@@ -50,7 +52,13 @@ def test_likeliest_is_the_first_of_the_largest(dtype: torch.dtype):
     first = (scores == scores.amax(-1, keepdim=True)).long().cumsum(-1).eq(0).sum(-1)
     assert torch.equal(likeliest(scores), first)
     scores[0, 0, 17] = torch.nan
-    assert likeliest(scores)[0, 0] == 17
+    scores[1, 1] = -torch.inf
+    found = likeliest(scores)
+    assert found[0, 0] == NO_TOKEN == found[1, 1]
+    assert int((found == NO_TOKEN).sum()) == 2
+    with pytest.raises(JobError, match="NaN or -inf"):
+        refuse_no_token(found[0].tolist())
+    refuse_no_token(found[2].tolist())
 
 
 def test_temperature():
