@@ -107,7 +107,7 @@ def test_training_begins_with_the_bits_of_the_head(job: Job, kind: str):
     counted = vocabulary_to_train(DraftSection(vocab_size=48), job.facts, job.prepared.token_counts)
     assert not torch.equal(module.draft.d2t, counted.d2t)
     rows = job.ends.head[module.draft.d2t + torch.arange(48)]
-    assert torch.equal(module.loss.head, rows)  # the teacher speaks of the same tokens
+    assert torch.equal(module.distillation.head, rows)  # the teacher speaks of the same tokens
     assert module.draft.lm_head.weight.requires_grad
 
 
