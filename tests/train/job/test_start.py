@@ -203,6 +203,7 @@ def test_what_no_knob_sets_is_the_heads(job: Job, capsys):
     assert "rope is the head's" in said and "the head had 256 (draft.max_positions)" in said
     kept = config_to_train(job.started(folder, max_positions=256).draft, job.facts)
     assert kept.max_positions == 256
+    assert "draft.max_positions=256: below the verifier's 2048" in capsys.readouterr().out
 
 
 def test_a_limit_that_would_change_the_table_is_refused(job: Job, monkeypatch):
