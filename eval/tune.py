@@ -23,6 +23,7 @@ from eval.advice.serving import Place
 from eval.head_check import check_verifier, head_config, served_verifier
 from eval.parser import Parser
 from eval.report_file import find_report, read_report
+from models.export.layout import CONFIG as PUBLISHED
 
 
 def newest_report(root: Path) -> Path:
@@ -57,14 +58,19 @@ def advise(words: argparse.Namespace) -> Advice:
     report = read_report(file)
     run = file.parent.parent
     head = run / Path(report.settings.draft).name  # beside the report: a run may have moved
+    if report.settings.eval.head is not None:
+        head = Path(report.settings.draft)
     if words.verifier:
         say(check_verifier(head, words.verifier))
     verifier = words.verifier or served_verifier(run, report.settings.verifier)
-    return advise_on_report(report, question, place_of(run, head, verifier, report.settings.run))
+    place = place_of(head.parent, head, verifier, report.settings.run)
+    return advise_on_report(report, question, place)
 
 
 def place_of(run: Path, head: Path, verifier: str, name: str) -> Place:
     """What the stack's line names; the head is exported first where it is not yet."""
+    if (head / PUBLISHED).is_file():
+        return Place(verifier, str(head), name, head_config(head))
     exported = run / "export" / "vllm"
     written = (exported / "config.json").is_file()
     export = f"python -m launch.export {quote(str(head))} --to vllm"

@@ -27,9 +27,16 @@ def config_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
     Raises ConfigError with the first field that differs from the head in draft.init.
     """
     asked = DraftConfig.of(section, facts)
-    if section.init is None:
-        return asked
-    found = config_of(Path(section.init), facts)
+    if asked.max_positions < facts.max_positions:
+        note_once(
+            f"draft.max_positions={asked.max_positions}: below the verifier's "
+            f"{facts.max_positions}; beyond it nothing will be drafted"
+        )
+    return asked if section.init is None else twin_of_head(section, asked, facts)
+
+
+def twin_of_head(section: DraftSection, asked: DraftConfig, facts: VerifierFacts) -> DraftConfig:
+    found = config_of(Path(str(section.init)), facts)
     for name in [field.name for field in fields(DraftConfig)]:
         theirs, ours = getattr(found, name), getattr(asked, name)
         if name not in (*OF_THE_HEAD, "max_positions") and theirs != ours:

@@ -20,6 +20,7 @@ from models.facts import MIN_LAYERS, VerifierFacts
 AUX = "eagle_aux_hidden_state_layer_ids"
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads")
 LLAMA_EPS, LLAMA_LIMIT = 1e-6, 2048  # what the library's LlamaConfig has where a file has nothing
+BIASES = ("attention_bias", "mlp_bias", "bias")  # a tensor that is one is refused
 OTHER_NAMES = {"fc_norm": "use_aux_norm"}  # SGLang's
 NESTED = {  # a flag -> its name in eagle_config, which vLLM and TensorRT-LLM read first
     "norm_before_fc": "norm_before_fc",
@@ -72,14 +73,8 @@ def described(folder: Path, facts: VerifierFacts) -> Described:
     Raises ConfigError for a file that cannot be read, and for a head that cannot be run here.
     """
     source = read_config(folder)
+    refuse_unusable(source)
     layer = source.layer
-    for refusal in refusals(source.top, layer):
-        raise ConfigError(f"{source.place}: {refusal}")
-    missing = [key for key in NEEDED if layer.get(key) is None]
-    if missing:
-        raise ConfigError(
-            f"{source.place}: {', '.join(missing)} missing; give a folder as it was published"
-        )
     width, heads = source.size("hidden_size"), source.size("num_attention_heads")
     head_dim = source.size("head_dim", width // heads)
     limit = source.size("max_position_embeddings", LLAMA_LIMIT)
@@ -112,7 +107,7 @@ def read_config(folder: Path) -> Source:
     """Raises ConfigError when there is none, or no object."""
     path = folder / CONFIG
     if not path.is_file():
-        raise ConfigError(f"{folder}: holds no {CONFIG}; give the folder of a published head")
+        raise ConfigError(f"{folder}: holds no {CONFIG}; give a published head, or a best/ folder")
     try:
         top = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -126,6 +121,20 @@ def read_config(folder: Path) -> Source:
             "again"
         )
     return Source(str(path), top, layer)
+
+
+def refuse_unusable(source: Source) -> None:
+    """Raise ConfigError for a head of another kind, and for one without its sizes."""
+    for refusal in refusals(source.top, source.layer):
+        raise ConfigError(f"{source.place}: {refusal}")
+    missing = [key for key in NEEDED if source.layer.get(key) is None]
+    if missing:
+        raise ConfigError(
+            f"{source.place}: {', '.join(missing)} missing; give a folder as it was published"
+        )
+    for key in BIASES:
+        if source.layer.get(key):
+            source.assumed.append(f"{key} is true and no tensor is a bias: none is assumed")
 
 
 def draft_vocab_size(source: Source, total: int) -> int:

@@ -24,12 +24,14 @@ from data.split import prompt_digest
 from data.template import encode_prompt
 from eval import costs
 from eval import main as stage
+from eval.advice.serving import Place
 from eval.decode import DecodeSettings
 from eval.described import count_trained_prompts
 from eval.foretold import HeldOut, read_held_out
 from eval.main import evaluate, main
 from eval.measure import Asking, placed, run_exact, training_answers
 from eval.report_file import read_report
+from eval.tune import place_of
 from models.draft_file import load_draft, save_draft
 from models.verifier import Verifier
 
@@ -190,7 +192,9 @@ def test_sampled_answers_use_exact_rejection(cfg: RunConfig):
 
 
 def test_a_head_that_is_not_there(cfg: RunConfig, tmp_path: Path):
-    with pytest.raises(ConfigError, match="holds no draft"):
+    with pytest.raises(
+        ConfigError, match=r"holds no config\.json; give a published head, or a best/"
+    ):
         evaluate(cfg, tmp_path / "nothing")
 
 
@@ -232,11 +236,14 @@ def test_a_published_head_is_measured_under_a_name_of_its_own(cfg: RunConfig, tm
     ours = evaluate(replace(cfg, eval=few), head_of(cfg))
     capsys.readouterr()
     section = replace(few, head=str(publish(cfg, tmp_path / "theirs")))
-    main(replace(cfg, eval=section, run=replace(cfg.run, name="foreign")))
+    quiet = replace(cfg.engine, threads=1)
+    main(replace(cfg, eval=section, run=replace(cfg.run, name="foreign"), engine=quiet))
     found = read_report(tmp_path / "runs" / "foreign")
     assert found.counters == ours.counters and found.tau == ours.tau
     assert found.lossless.identical == found.lossless.checked > 0
     assert found.settings.draft == section.head
+    served = place_of(tmp_path, Path(section.head), "verifier", "foreign")
+    assert served == Place("verifier", section.head, "foreign", None)  # nothing to export
     assert any("trained elsewhere" in warning for warning in found.warnings)
     assert not any("trained elsewhere" in warning for warning in ours.warnings)
     said = capsys.readouterr().out

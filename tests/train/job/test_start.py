@@ -107,7 +107,7 @@ def test_training_begins_with_the_bits_of_the_head(job: Job, kind: str):
     counted = vocabulary_to_train(DraftSection(vocab_size=48), job.facts, job.prepared.token_counts)
     assert not torch.equal(module.draft.d2t, counted.d2t)
     rows = job.ends.head[module.draft.d2t + torch.arange(48)]
-    assert torch.equal(module.loss.head, rows)  # the teacher speaks of the same tokens
+    assert torch.equal(module.distillation.head, rows)  # the teacher speaks of the same tokens
     assert module.draft.lm_head.weight.requires_grad
 
 
@@ -203,6 +203,7 @@ def test_what_no_knob_sets_is_the_heads(job: Job, capsys):
     assert "rope is the head's" in said and "the head had 256 (draft.max_positions)" in said
     kept = config_to_train(job.started(folder, max_positions=256).draft, job.facts)
     assert kept.max_positions == 256
+    assert "draft.max_positions=256: below the verifier's 2048" in capsys.readouterr().out
 
 
 def test_a_limit_that_would_change_the_table_is_refused(job: Job, monkeypatch):
