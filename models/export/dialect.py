@@ -94,7 +94,7 @@ def described(folder: Path, facts: VerifierFacts) -> Described:
         max_positions=limit,
         rope=rope_of(source.place, layer, head_dim, limit, source.assumed),
         **flags,
-        qk_norm=layer.get("model_type") == "qwen3",
+        qk_norm=norms_query_and_key(source),
     )
     if draft.num_heads % draft.num_kv_heads:
         raise source.wrong(
@@ -135,6 +135,13 @@ def refuse_unusable(source: Source) -> None:
     for key in BIASES:
         if source.layer.get(key):
             source.assumed.append(f"{key} is true and no tensor is a bias: none is assumed")
+
+
+def norms_query_and_key(source: Source) -> bool:
+    """vLLM picks the draft class by architecture, in speculators' files by the layer's type."""
+    if source.nested:
+        return source.layer.get("model_type") == "qwen3"
+    return "Eagle3Qwen3ForCausalLM" in (source.top.get("architectures") or [])
 
 
 def draft_vocab_size(source: Source, total: int) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 ONE_LAYER = "give an EAGLE-3 head of one Llama layer"
-# The library's names of layers that compute what a Llama layer does, biases apart.
-LAYERS = ("llama", "mistral", "qwen2")
+# The library's names of layers that compute what a draft here does, biases apart.
+LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # qwen3 norms query and key, too
 QUANTISED = ("quantization_config", "compression_config")
 PARALLEL = ("parallel_drafting", "pard_token", "ptd_token_id", "mask_token_id")
 
