@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import ConfigError
+from conf.schema import ConfigError, DraftSection, VerifierSection
 from models.draft_file import CONFIG, load_draft, save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.verifier import load_facts
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,16 @@ def write(folder: Path, qk_norm: bool) -> Eagle3Draft:
         parameter.data.normal_()
     save_draft(folder, config, draft.state_dict())
     return draft
+
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_of_the_configuration_is_the_heads(flag: str, tiny_verifier: Path, tmp_path: Path):
+    facts = load_facts(VerifierSection(path=str(tiny_verifier)), tmp_path)
+    config = DraftConfig.of(DraftSection(**{flag: True}), facts)
+    assert {name: getattr(config, name) for name in FLAGS} == {name: name == flag for name in FLAGS}
 
 
 def without_qk_norm(folder: Path) -> None:

@@ -24,7 +24,7 @@ BOUND = 3e-2
 def test_a_pack_on_the_gpu_has_the_gradient_of_the_cpu(lab, kernel, recompute):
     if kernel is FLASH_ATTN and not is_flash_attn_2_available():
         pytest.skip("flash-attn is not installed")
-    draft, device = lab.draft(fc_norm=True), torch.device("cuda")
+    draft, device = lab.draft(fc_norm=True, qk_norm=recompute), torch.device("cuda")
     pack = lab.pack(lab.documents([[0, 0, 1, 1, 1, 1, 0, 1, 1, 1], [0] * 3, [0, 1] * 9]), DEPTH)
     exact = lab.step(lab.module(draft, DEPTH), pack).grads
     pinned = moved_batch(pack, torch.Tensor.pin_memory)
