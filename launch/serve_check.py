@@ -123,6 +123,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{len(job.questions)} prompts of {job.run}, greedy, at most "
             f"{job.asking.ends.tokens} tokens an answer"
         )
+        for finding in job.head.findings:  # now, as some end the server at its first answer
+            say(f"warning: {job.head.folder}: {finding}")
         outcome = ask_running(job, chosen) if chosen.url else ask_started(job, chosen)
         say()
         for line in page(outcome):

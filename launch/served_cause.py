@@ -157,11 +157,13 @@ def other_verifier(e: Evidence) -> Iterator[Cause]:
         yield Cause(
             e.server.other_verifier,
             "serve the verifier that the head was trained on, or train a head for this one",
+            fault=False,
         )
     elif e.server.quantisation and not e.own_quantisation:
         yield Cause(
             f"the server quantises its verifier ({e.server.quantisation})",
             "serve it as the head was trained, or train a head on the quantised verifier's states",
+            fault=False,
         )
 
 

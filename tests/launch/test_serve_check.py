@@ -299,6 +299,7 @@ def test_absolute_ids_in_the_served_folder(ask, serve, run):
     save_file(tensors, path, metadata={"format": "pt"})
     code, out = ask("--url", serve(pattern=[0]))
     assert code == 1
+    assert "absolute ids" in out.splitlines()[1]  # before the server is asked: it may not survive
     causes = [line for line in out.splitlines() if line.startswith("- ")]
     assert "d2t" in causes[0] and "absolute ids" in causes[0]
     assert "0.000 is accepted, next to nothing" in causes[-1]
@@ -399,6 +400,8 @@ def test_another_verifier(ask, serve, tiny_verifier, tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     code, out = ask("--url", serve(root=str(other), pattern=BAD))
     assert code == 1 and "has other weights or settings (fingerprint" in out
+    code, out = ask("--url", serve(root=str(other)))  # a copy with another config.json, say
+    assert code == 0 and "fingerprint" not in out
     cfg = RunConfig()
     cfg.verifier.path = "owner/one"
     assert other_verifier(cfg, "owner/one") is None
