@@ -15,8 +15,8 @@ import torch
 from eval.tables import Row, aligned
 from models.rope import Rope, Rotary
 
-CHANCE = 0.01  # that any finding of a check is one by chance
-MATERIAL = 0.02  # of the rows: less would not be worth a doubt
+CHANCE = 0.01  # that there is a finding on the ids, or one on the base, of a head that is right
+MATERIAL = 0.02  # of the accepted guesses: less would not be worth a doubt
 DRAWS = 20_000
 GUESSES = 3  # a row, each on top of the ones before
 
@@ -28,25 +28,38 @@ class Wiring:
 
 
 @dataclass(frozen=True)
+class Grades:
+    """What a head's guesses were worth at each row of one text, GUESSES in a chain."""
+
+    hits: list[float]  # leading likeliest guesses that were right: accepted by a greedy verifier
+    chances: list[float]  # the same of guesses drawn from the head, expected
+
+
+@dataclass(frozen=True)
 class Tried:
-    """What a head's guesses were worth under one wiring, over rows that all wirings share."""
+    """One wiring's grades, over rows that all wirings share."""
 
     wiring: Wiring
-    hits: list[list[int]]  # [text][row] leading guesses that were right, of GUESSES
+    texts: list[Grades]
 
     @property
     def rows(self) -> int:
-        return sum(map(len, self.hits))
+        return sum(len(text.hits) for text in self.texts)
 
     @property
     def first(self) -> float:
         """Share of the rows whose first guess was right."""
-        return sum(hit > 0 for text in self.hits for hit in text) / max(self.rows, 1)
+        return sum(hit > 0 for text in self.texts for hit in text.hits) / max(self.rows, 1)
 
     @property
     def length(self) -> float:
-        """Right guesses a row, of GUESSES in a chain."""
-        return sum(map(sum, self.hits)) / max(self.rows, 1)
+        """Accepted guesses a row."""
+        return sum(sum(text.hits) for text in self.texts) / max(self.rows, 1)
+
+    @property
+    def drawn(self) -> float:
+        """Accepted guesses a row where they are drawn from the head."""
+        return sum(sum(text.chances) for text in self.texts) / max(self.rows, 1)
 
 
 @dataclass(frozen=True)
@@ -92,10 +105,11 @@ def chance_of_gain(filed: Tried, other: Tried) -> float:
     """Chance of so large a gain of ``other`` if both wirings were as good as each other.
 
     A permutation test: which of the two a text's figures belong to is drawn anew, text by text,
-    since rows of one text depend on each other. It counts right guesses, all of a row's chain.
+    since rows of one text depend on each other. It adds up the chances: a guess that is nearly the
+    likeliest counts nearly as much, so that a small loss shows in few rows.
     """
-    pairs = zip(filed.hits, other.hits, strict=True)
-    gains = np.array([sum(theirs) - sum(ours) for ours, theirs in pairs], dtype=np.float64)
+    pairs = zip(filed.texts, other.texts, strict=True)
+    gains = np.array([sum(theirs.chances) - sum(ours.chances) for ours, theirs in pairs])
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(DRAWS, len(gains)))
     return (1 + int((signs @ gains >= gains.sum()).sum())) / (1 + DRAWS)
 
@@ -105,10 +119,16 @@ def better(filed: Tried, others: Sequence[Tried]) -> list[Tried]:
     found = [
         one
         for one in others
-        if one.first - filed.first >= MATERIAL
+        if one.drawn > filed.drawn * (1 + MATERIAL)
+        and one.length > filed.length
         and chance_of_gain(filed, one) * len(others) <= CHANCE
     ]
-    return sorted(found, key=lambda one: (-one.first, -one.length))
+    return sorted(found, key=lambda one: -one.drawn)
+
+
+def figures(best: Tried, filed: Tried) -> str:
+    """What stands in brackets behind a sentence."""
+    return f"{best.length:.3f} against {filed.length:.3f} of {GUESSES} guesses, {filed.rows:,} rows"
 
 
 def undecided(filed: Tried, others: Sequence[Tried]) -> list[Tried]:
@@ -128,8 +148,7 @@ def judge_layers(filed: Tried, others: Sequence[Tried], named: Named) -> Verdict
         return Verdict(
             [
                 f"{what}: the verifier's streams {best} are accepted more often "
-                f"({found[0].first:.2f} against {filed.first:.2f} of {filed.rows:,} rows): {which} "
-                "off by one"
+                f"({figures(found[0], filed)}): {which} off by one"
             ],
             [],
         )
@@ -153,15 +172,15 @@ def judge_rope(filed: Tried, verifiers: Tried | None, named: Named) -> Verdict:
     if ours == theirs:
         what = f"{named.file}: {named.table}={filed.wiring.rope}"
         right = f"the verifier's {verifiers.wiring.rope}"
-    figures = f"{verifiers.first:.2f} against {filed.first:.2f} of {filed.rows:,} rows"
+    measured = figures(verifiers, filed)
     if better(filed, [verifiers]):
-        return Verdict([f"{what}: guesses are accepted more often with {right} ({figures})"], [])
+        return Verdict([f"{what}: guesses are accepted more often with {right} ({measured})"], [])
     if undecided(filed, [verifiers]):
         return Verdict(
-            [], [f"{what}: not decided, with {right} guesses are accepted as often ({figures})"]
+            [], [f"{what}: not decided, with {right} guesses are accepted as often ({measured})"]
         )
     return Verdict(
-        [], [f"{what}: not {right}, with which guesses are accepted less often ({figures})"]
+        [], [f"{what}: not {right}, with which guesses are accepted less often ({measured})"]
     )
 
 
@@ -172,10 +191,10 @@ def table_of(tried: Sequence[Tried]) -> list[str]:
         (
             str(one.wiring.aux_layers),
             str(one.wiring.rope.get("rope_theta")),
-            f"{one.first:.3f}",
-            f"{one.length:.3f}",
-            "the file's" if one is filed else f"{one.first - filed.first:+.3f}",
+            *(f"{value:.3f}" for value in (one.first, one.length, one.drawn)),
+            "the file's" if one is filed else f"{one.drawn - filed.drawn:+.3f}",
         )
         for one in tried
     ]
-    return aligned(("layers", "base", "first guess right", f"of {GUESSES} in a row", ""), rows)
+    head = ("layers", "base", "first guess", f"of {GUESSES} in a row", "drawn", "")
+    return aligned(head, rows)

@@ -21,9 +21,10 @@ from conf.schema import (
     Device,
     DraftAttentionKind,
     RunSection,
+    Supervise,
     VerifierSection,
 )
-from data.chains import Chains, shifted
+from data.chains import Chains
 from data.dialects import RowRefused
 from data.distributed import pick_device
 from data.eval_prompts import EvalPrompt, read_prompts, take
@@ -31,9 +32,9 @@ from data.loader import batch_of, on_device
 from data.records import CachedPack, CachedSample, Conversation, TokenizedSample, Turn
 from data.render import ChatTemplate
 from data.template import encode, encode_prompt
-from eval.acceptance import count_hits
 from eval.wiring import (
     GUESSES,
+    Grades,
     Named,
     Tried,
     Verdict,
@@ -54,10 +55,10 @@ from models.generate import Answer, Request, end_ids, generate
 from models.kernels import choose_kernel
 from models.rope import Rope, settled
 from models.verifier import Verifier
-from train.ttt import unroll_own
+from train.ttt import unroll
 
 PROMPTS = ROOT / "data" / "demo" / "eval_prompts.jsonl"
-TALKS, TURNS = 12, 2  # the second turn's rows lie where a wrong base shows
+TALKS, TURNS = 16, 2  # the second turn's rows lie where a wrong base shows
 NEW_TOKENS = 64  # of an answer
 
 
@@ -120,7 +121,7 @@ def misaligned(
     layers = [config.aux_layers, *neighbours(config.aux_layers, facts.num_layers)]
     wirings = [Wiring(ids, table) for table, ids in product(ropes, layers)]
     tried = try_all(draft, verifier, samples, wirings)
-    best = max(tried, key=lambda one: one.first).wiring  # of equals the file's
+    best = max(tried, key=lambda one: one.drawn).wiring  # of equals the file's
     by_ids = [one for one in tried if one.wiring.rope == best.rope]
     by_rope = [one for one in tried if one.wiring.aux_layers == best.aux_layers]
     of_layers = judge_layers(by_ids[0], by_ids[1:], named)
@@ -145,12 +146,12 @@ def try_all(
 ) -> list[Tried]:
     """One forward of the verifier a text, whose streams go before the next one's come."""
     heads = [rewired(draft, wiring) for wiring in wirings]
-    hits: list[list[list[int]]] = [[] for _ in wirings]
+    grades: list[list[Grades]] = [[] for _ in wirings]
     for sample in progress(samples, len(samples), "layers and rotary base", "text"):
         text = text_of(verifier, sample)
-        for found, head in zip(hits, heads, strict=True):
-            found.append(hits_of(head, text))
-    return [Tried(wiring, found) for wiring, found in zip(wirings, hits, strict=True)]
+        for found, head in zip(grades, heads, strict=True):
+            found.append(grade(head, text))
+    return [Tried(wiring, found) for wiring, found in zip(wirings, grades, strict=True)]
 
 
 def rewired(draft: Eagle3Draft, wiring: Wiring) -> Eagle3Draft:
@@ -168,18 +169,30 @@ def text_of(verifier: Verifier, sample: TokenizedSample) -> Text:
     return Text(sample, dict(zip(ids, aux.chunk(len(ids), -1), strict=True)))
 
 
-def hits_of(draft: Eagle3Draft, text: Text) -> list[int]:
-    """Leading right guesses at each row whose GUESSES next tokens are the verifier's own."""
-    ids, mask, nothing = text.sample.input_ids, text.sample.loss_mask, torch.empty(0)
+def grade(draft: Eagle3Draft, text: Text) -> Grades:
+    """What the head's guesses are worth at each row whose GUESSES next tokens are the verifier's.
+
+    Fed with the text: up to the first miss that is what the head is fed in serving.
+    """
+    mask, nothing = text.sample.loss_mask, torch.empty(0)
     aux = torch.cat([text.streams[n] for n in draft.config.aux_layers], -1)
-    cached = CachedSample(aux, nothing, nothing, nothing, sample=text.sample)
-    pack = CachedPack.of([cached])
-    batch = batch_of(pack, Chains.of_answers(mask, pack.starts))
+    pack = CachedPack.of([CachedSample(aux, nothing, nothing, nothing, sample=text.sample)])
+    chains = Chains.of(mask, pack.starts, GUESSES, Supervise.span)
+    if not chains.counts[-1]:
+        return Grades([], [])
     kernel = choose_kernel(DraftAttentionKind.auto, aux.device, aux.dtype, draft.config.head_dim)
-    batch = on_device(batch, aux.device, draft.fc.weight.dtype)
-    found = count_hits(unroll_own(draft, batch, kernel, GUESSES).T.cpu(), ids)
-    whole = torch.stack([shifted(mask, k) for k in range(1, GUESSES + 2)]).all(0)
-    return [hit for hit, counts in zip(found, whole.tolist(), strict=True) if counts]
+    batch = on_device(batch_of(pack, chains), aux.device, draft.fc.weight.dtype)
+    steps, rows = batch.chains.steps, batch.chains.steps[-1].rows
+    stands = torch.ones(len(rows), device=aux.device)
+    drawn, hits, chances = stands.clone(), stands * 0, stands * 0
+    for k, normed in enumerate(unroll(draft, batch, kernel)):
+        logits = draft.logits(normed[torch.searchsorted(steps[k].rows, rows)]).float()
+        right = batch.input_ids[rows + 2 + k]
+        own, known = draft.to_draft_ids(right), draft.t2d[right]
+        stands = stands * (known & (logits.argmax(-1) == own))
+        drawn = drawn * known * logits.softmax(-1).gather(-1, own[:, None])[:, 0]
+        hits, chances = hits + stands, chances + drawn
+    return Grades(hits.tolist(), chances.tolist())
 
 
 # ---- the verifier's own text ----------------------------------------------------------------

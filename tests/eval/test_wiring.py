@@ -7,6 +7,7 @@ import pytest
 from eval.wiring import (
     DRAWS,
     MATERIAL,
+    Grades,
     Named,
     Tried,
     Wiring,
@@ -27,8 +28,8 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e5}
 def tried(share: float, ids=(2, 4, 5), theta: float = 1e5, seed: int = 0, texts=TEXTS) -> Tried:
     """Rows of which about ``share`` have a right first guess."""
     dice = random.Random(f"{share} {seed} {ids} {theta}")
-    hits = [[int(dice.random() < share) for _ in range(ROWS)] for _ in range(texts)]
-    return Tried(Wiring(list(ids), PLAIN | {"rope_theta": theta}), hits)
+    rows = [[float(dice.random() < share) for _ in range(ROWS)] for _ in range(texts)]
+    return Tried(Wiring(list(ids), PLAIN | {"rope_theta": theta}), [Grades(t, t) for t in rows])
 
 
 def test_neighbours_are_all_ids_moved_then_each_alone():
@@ -57,8 +58,8 @@ def test_a_better_neighbour_is_a_finding(by: int):
     verdict = judge_layers(filed, [tried(0.2, (2, 4, 6)), right], NAMED)
     assert verdict.findings == [
         f"config.json: aux_ids=[2, 4, 5]: the verifier's streams {right.wiring.aux_layers} are "
-        f"accepted more often ({right.first:.2f} against {filed.first:.2f} of {TEXTS * ROWS} "
-        "rows): ids off by one"
+        f"accepted more often ({right.length:.3f} against {filed.length:.3f} of 3 guesses, "
+        f"{TEXTS * ROWS} rows): ids off by one"
     ]
 
 
@@ -78,7 +79,7 @@ def test_what_is_alike_is_not_decided():
     filed = tried(0.6)
     verdict = judge_layers(filed, [tried(0.3, (1, 3, 4)), tried(0.6, (2, 4, 6))], NAMED)
     assert not verdict.findings and verdict.notes[0].endswith("not decided: [2, 4, 6]")
-    indifferent = [Tried(Wiring([1, 3, 4], PLAIN), filed.hits)]
+    indifferent = [Tried(Wiring([1, 3, 4], PLAIN), filed.texts)]
     verdict = judge_layers(filed, indifferent, NAMED)
     assert not verdict.findings and "not decided, no neighbouring id" in verdict.notes[0]
 
@@ -95,13 +96,22 @@ def test_few_texts_find_nothing():
 
 
 def test_a_certain_gain_that_is_too_small_is_no_finding():
-    filed = tried(0.5)
-    more = [[*text] for text in filed.hits]
-    for text in more[:TEXTS]:
-        text[text.index(0)] = 1  # one row of each text
-    other = Tried(Wiring([1, 3, 4], PLAIN), more)
-    assert 0 < other.first - filed.first < MATERIAL
+    filed = tried(0.9)
+    more = [[*text.hits] for text in filed.texts]
+    for text in more:
+        text[text.index(0)] = 1.0  # one row of each text
+    other = Tried(Wiring([1, 3, 4], PLAIN), [Grades(text, text) for text in more])
+    assert 0 < other.drawn / filed.drawn - 1 < MATERIAL
     assert chance_of_gain(filed, other) < 0.01
+    assert not judge_layers(filed, [other], NAMED).findings
+
+
+def test_a_gain_that_no_greedy_verifier_sees_is_no_finding():
+    """Likelier, and never the likeliest: nothing is accepted that was not before."""
+    filed = tried(0.5)
+    surer = [Grades(text.hits, [0.2 + 0.8 * c for c in text.chances]) for text in filed.texts]
+    other = Tried(Wiring([1, 3, 4], PLAIN), surer)
+    assert chance_of_gain(filed, other) < 0.01 and other.drawn > 1.02 * filed.drawn
     assert not judge_layers(filed, [other], NAMED).findings
 
 
@@ -115,9 +125,9 @@ def test_equal_wirings_are_rarely_found_to_differ():
 def test_a_gain_in_one_text_is_no_evidence():
     """Rows of one text depend on each other: 60 that are better together count as one."""
     filed = tried(0.5)
-    hits = [*filed.hits]
-    hits[3] = [1] * ROWS
-    assert chance_of_gain(filed, Tried(filed.wiring, hits)) == pytest.approx(0.5, abs=0.02)
+    texts = [*filed.texts]
+    texts[3] = Grades([1.0] * ROWS, [1.0] * ROWS)
+    assert chance_of_gain(filed, Tried(filed.wiring, texts)) == pytest.approx(0.5, abs=0.02)
     assert chance_of_gain(filed, filed) == 1.0
     assert chance_of_gain(tried(0.1), tried(0.9)) <= 10 / DRAWS + 2 / 2**TEXTS
 
@@ -126,9 +136,10 @@ def test_a_better_base_is_a_finding_that_names_both():
     filed, right = tried(0.3, theta=1e4), tried(0.5)
     assert judge_rope(filed, right, NAMED).findings == [
         "config.json: rope_theta=10000.0: guesses are accepted more often with the verifier's "
-        f"100000.0 ({right.first:.2f} against {filed.first:.2f} of {TEXTS * ROWS} rows)"
+        f"100000.0 ({right.length:.3f} against {filed.length:.3f} of 3 guesses, "
+        f"{TEXTS * ROWS} rows)"
     ]
-    scaled = Tried(Wiring([2, 4, 5], PLAIN | {"rope_type": "linear", "factor": 2.0}), right.hits)
+    scaled = Tried(Wiring([2, 4, 5], PLAIN | {"rope_type": "linear", "factor": 2.0}), right.texts)
     finding = judge_rope(tried(0.3), scaled, NAMED).findings[0]
     assert finding.startswith("config.json: rope_parameters={") and "'factor': 2.0" in finding
 

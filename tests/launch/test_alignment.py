@@ -18,16 +18,19 @@ from conf.schema import FULL, DraftSection, Precision, VerifierSection
 from data.chains import Chains
 from data.loader import batch_of
 from data.records import CachedPack, CachedSample, TokenizedSample
+from eval.acceptance import count_hits
 from eval.wiring import GUESSES, Verdict, Wiring
 from launch import alignment
 from launch.alignment import (
     TALKS,
     TURNS,
+    grade,
     load_beside,
     misaligned,
     names_in,
     own_texts,
     rewired,
+    text_of,
     try_all,
 )
 from launch.export import main
@@ -117,6 +120,7 @@ def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Benc
     config = DraftConfig.of(DraftSection(vocab_size=FULL), verifier.facts)
     table = {"rope_type": "default", "rope_theta": THETA}
     head = random_head(replace(config, rope=table))
+    head.embed_tokens.weight.copy_(verifier.embedding)  # an exported head is read with it
     return Bench(verifier, head, texts_for(head, verifier))
 
 
@@ -126,6 +130,23 @@ def test_the_text_is_right_for_its_head_alone(bench: Bench):
     found = try_all(bench.head, bench.verifier, bench.texts, [own])[0]
     assert found.rows == TEXTS * (TOKENS - PROMPT - GUESSES)
     assert found.first == pytest.approx(RIGHT, abs=0.05)
+
+
+@torch.no_grad()
+def test_grades_are_those_of_chained_guesses(bench: Bench):
+    """Fed with the text or with its own guesses: the same chains, up to the first miss."""
+    sample, nothing = bench.texts[0], torch.empty(0)
+    text = text_of(bench.verifier, sample)
+    aux = aux_of(bench.verifier, sample.input_ids[None], IDS)[0]
+    pack = CachedPack.of([CachedSample(aux, nothing, nothing, nothing, sample=sample)])
+    batch = batch_of(pack, Chains.of_answers(sample.loss_mask, pack.starts))
+    own = unroll_own(bench.head, batch, CPU_FLASH, GUESSES).T
+    chained = count_hits(own, sample.input_ids)[PROMPT - 1 : TOKENS - GUESSES - 1]
+    grades = grade(bench.head, text)
+    assert grades.hits == chained and sum(chained) > 0
+    assert all(0 <= chance <= GUESSES for chance in grades.chances)
+    sure = [chance for hit, chance in zip(grades.hits, grades.chances, strict=True) if not hit]
+    assert max(sure) < 0.5 + 0.5**2 + 0.5**3  # none of its guesses was the likeliest
 
 
 def test_right_ids_and_base_are_no_finding(bench: Bench):

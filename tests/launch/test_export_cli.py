@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from conf.compose import load_config, to_yaml
 from conf.schema import DraftSection, VerifierSection
 from data.prepare import prepare
+from launch import alignment
 from launch.export import main
 from models.draft_file import save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
@@ -85,7 +86,18 @@ def test_export_writes_the_folder_and_says_how_to_serve_it(run, capsys, tiny_ver
     assert "not measured" in card
     samples = int(card.split("- samples: ")[1].split(";")[0])
     assert 25 <= samples < 30  # some are held out
+
+
+def test_a_head_that_learnt_nothing_is_in_order_and_not_decided(
+    run, capsys, tiny_verifier, monkeypatch
+):
+    assert main([str(run / "best")]) == 0
+    monkeypatch.setattr(alignment, "TALKS", 2)
+    monkeypatch.setattr(alignment, "NEW_TOKENS", 8)
+    folder = run / "export" / "vllm"
     assert main(["--check", str(folder), "--verifier", str(tiny_verifier)]) == 0
+    said = capsys.readouterr().out
+    assert "layer_ids=[2, 4, 5]: not decided" in said and said.endswith("nothing found\n")
 
 
 def test_dtype_and_out_are_heeded(run, tmp_path):
