@@ -8,6 +8,7 @@ the neighbouring layers, and the head guesses at every row as it would in servin
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -44,8 +45,9 @@ from eval.wiring import (
     table_of,
 )
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.export.dialect import described
 from models.export.engines import layout_of
-from models.export.layout import CONFIG, PLAIN_KEYS, draft_config_of
+from models.export.layout import CONFIG, Layout
 from models.export.read import read_head
 from models.facts import load_facts
 from models.generate import Answer, Request, end_ids, generate
@@ -57,7 +59,6 @@ from train.ttt import unroll_own
 PROMPTS = ROOT / "data" / "demo" / "eval_prompts.jsonl"
 TALKS, TURNS = 12, 2  # the second turn's rows lie where a wrong base shows
 NEW_TOKENS = 64  # of an answer
-NAMED = Named(CONFIG, PLAIN_KEYS["aux_layers"], "rope_theta", PLAIN_KEYS["rope"])
 
 
 @dataclass(frozen=True)
@@ -68,32 +69,40 @@ class Text:
     streams: dict[int, Tensor]  # n -> [T, D], the stream after n layers
 
 
+@cache  # --to may name several engines, and the head is one
 def wiring_findings(folder: Path, path: Path) -> list[str]:
-    """Judge the head in ``folder``, which ``check`` passed, beside the verifier at ``path``.
+    """Judge the head in ``folder`` beside the verifier at ``path``.
 
-    Says what was measured; findings alone come back. Raises ConfigError for a verifier that cannot
-    be loaded or asked.
+    Says what was measured; findings alone come back. Raises ConfigError for a head that cannot be
+    read, and for a verifier that cannot be loaded or asked.
     """
-    written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    config = draft_config_of(written, layout_of(written))
+    cache_folder = Path(RunSection().cache)
+    facts = load_facts(VerifierSection(path=str(path), aux_layers=[1]), cache_folder)
+    config = described(folder, facts).draft
     verifier = load_beside(path, config)
     own = replace(verifier.facts, aux_layers=config.aux_layers)
     draft = read_head(folder, own, verifier.ends)
-    verdict = misaligned(draft, verifier, own_texts(verifier), NAMED)
+    written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    verdict = misaligned(draft, verifier, own_texts(verifier), names_in(layout_of(written)))
     for note in verdict.notes:
         say(note)
     return verdict.findings
 
 
+def names_in(layout: Layout) -> Named:
+    table = layout.keys["rope"]
+    return Named(CONFIG, layout.keys["aux_layers"], f"{table}.rope_theta", table)
+
+
 def load_beside(path: Path, config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> Verifier:
     """The verifier with hooks on the head's streams and on their neighbours."""
     device = pick_device(Device.auto, 0)
-    cache = Path(RunSection().cache)
+    folder = Path(RunSection().cache)
     ids = config.aux_layers
-    layers = load_facts(VerifierSection(path=str(path), aux_layers=ids), cache).num_layers
+    layers = load_facts(VerifierSection(path=str(path), aux_layers=ids), folder).num_layers
     near = {n for one in [ids, *neighbours(ids, layers)] for n in one}
     section = VerifierSection(path=str(path), aux_layers=sorted(near))
-    return Verifier.load(section, cache, device, dtype)
+    return Verifier.load(section, folder, device, dtype)
 
 
 def misaligned(
@@ -101,7 +110,9 @@ def misaligned(
 ) -> Verdict:
     """Grade the head's guesses over ``samples``, the verifier's own text, under every wiring.
 
-    The verifier must have the head's streams and those beside them (``load_beside``).
+    Ids are judged with the base that suits the head, and the base with the ids that do: where both
+    are wrong, neither shows beside the other. The verifier must have the head's streams and those
+    beside them (``load_beside``).
     """
     config, facts = draft.config, verifier.facts
     rope = settled(Rope(config.head_dim, config.max_positions, facts.rope))
@@ -109,11 +120,11 @@ def misaligned(
     layers = [config.aux_layers, *neighbours(config.aux_layers, facts.num_layers)]
     wirings = [Wiring(ids, table) for table, ids in product(ropes, layers)]
     tried = try_all(draft, verifier, samples, wirings)
-    by_ids = tried[: len(layers)]
+    best = max(tried, key=lambda one: one.first).wiring  # of equals the file's
+    by_ids = [one for one in tried if one.wiring.rope == best.rope]
+    by_rope = [one for one in tried if one.wiring.aux_layers == best.aux_layers]
     of_layers = judge_layers(by_ids[0], by_ids[1:], named)
-    best = max(by_ids, key=lambda one: one.first) if of_layers.findings else by_ids[0]
-    place = by_ids.index(best)
-    of_rope = judge_rope(best, tried[len(layers) + place] if len(ropes) > 1 else None, named)
+    of_rope = judge_rope(by_rope[0], by_rope[1] if len(ropes) > 1 else None, named)
     return Verdict(
         of_layers.findings + of_rope.findings,
         table_of(tried) + of_layers.notes + of_rope.notes,

@@ -75,8 +75,8 @@ def judge(folder: Path, verifier: Path | None, layout: Layout | None) -> int:
         raise ConfigError(f"--check {folder}: no such folder; give one that launch.export wrote")
     findings = check(folder, verifier, layout)
     engine = f" for {layout.engine}" if layout else ""
-    if verifier is not None and not findings:
-        findings = wiring_findings(folder, verifier)
+    if verifier is not None:
+        findings = [*findings, *beside_verifier(folder, verifier, bool(findings))]
     for finding in findings:
         say(finding)
     if not findings:
@@ -84,6 +84,17 @@ def judge(folder: Path, verifier: Path | None, layout: Layout | None) -> int:
         if verifier is None and holds_embedding(folder):
             say("its embedding was not compared: --verifier DIR names the verifier's folder")
     return 1 if findings else 0
+
+
+def beside_verifier(folder: Path, verifier: Path, found: bool) -> list[str]:
+    """What the head's guesses show. A head that cannot be run is the finding that was ``found``."""
+    try:
+        return wiring_findings(folder, verifier)
+    except ConfigError as refusal:
+        if not found:
+            raise
+        say(f"layer ids and rotary base were not tried: {refusal}")
+        return []
 
 
 def export_all(chosen: Namespace) -> None:

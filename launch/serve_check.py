@@ -225,13 +225,12 @@ def plan_of(job: Job, chosen: Namespace) -> ServerPlan:
 
 def without_head(job: Job, client: ServedClient) -> Served:
     """Raises ConfigError when the server speculates all the same."""
-    bare = ask_all(client, job.questions, job.asking, "without the head")
-    if bare.positions:
+    if client.counters().by_position:
         raise ConfigError(
             f"{client.url}: speculates, and must serve the verifier alone; start it without "
             "--speculative-config"
         )
-    return bare
+    return ask_all(client, job.questions, job.asking, "without the head")
 
 
 def look(job: Job, client: ServedClient, bare: Served | None, told: Told) -> Found:

@@ -92,8 +92,8 @@ class Pairs:
             low, high = np.quantile(apart, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
             found = Interval(float(low), float(high))
         large = found.low > tolerance or found.high < -tolerance
-        sides = [base + share(total(side), first, end) for side in (self.ours, self.theirs)]
-        return Difference(*sides, found, large)
+        ours, theirs = share(total(self.ours), first, end), share(total(self.theirs), first, end)
+        return Difference(base + ours, base + theirs, found, large)
 
     def drawn(self, side: Sequence[Counters], first: int, end: int) -> np.ndarray:
         """[resamples] accepted / rounds; NaN where no round was drawn."""

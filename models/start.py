@@ -32,16 +32,17 @@ def config_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
             f"draft.max_positions={asked.max_positions}: below the verifier's "
             f"{facts.max_positions}; beyond it nothing will be drafted"
         )
-    return asked if section.init is None else twin_of_head(section, asked, facts)
+    return asked if section.init is None else twin_of_head(section.init, asked, facts)
 
 
-def twin_of_head(section: DraftSection, asked: DraftConfig, facts: VerifierFacts) -> DraftConfig:
-    found = config_of(Path(str(section.init)), facts)
+def twin_of_head(init: str, asked: DraftConfig, facts: VerifierFacts) -> DraftConfig:
+    """``asked``, but where no knob says what the head in ``init`` says."""
+    found = config_of(Path(init), facts)
     for name in [field.name for field in fields(DraftConfig)]:
         theirs, ours = getattr(found, name), getattr(asked, name)
         if name not in (*OF_THE_HEAD, "max_positions") and theirs != ours:
             raise ConfigError(
-                f"draft.init={section.init}: its {name} is {theirs}, here it would be {ours}; "
+                f"draft.init={init}: its {name} is {theirs}, here it would be {ours}; "
                 + remedy(name, found)
             )
     kept = {name: getattr(found, name) for name in OF_THE_HEAD}
@@ -49,7 +50,7 @@ def twin_of_head(section: DraftSection, asked: DraftConfig, facts: VerifierFacts
         if value != getattr(asked, name):
             note_once(f"draft.init: {name} is the head's, {value}, not {getattr(asked, name)}")
     trained = replace(asked, **kept)
-    refuse_other_table(section, found, trained)
+    refuse_other_table(init, found, trained)
     return trained
 
 
@@ -63,7 +64,7 @@ def remedy(name: str, found: DraftConfig) -> str:
     return f"set {KNOBS.get(name, f'draft.{name}')}={words}"
 
 
-def refuse_other_table(section: DraftSection, found: DraftConfig, trained: DraftConfig) -> None:
+def refuse_other_table(init: str, found: DraftConfig, trained: DraftConfig) -> None:
     """Another position limit must leave the rotary table as the weights know it."""
     if trained.max_positions == found.max_positions:
         return
@@ -71,7 +72,7 @@ def refuse_other_table(section: DraftSection, found: DraftConfig, trained: Draft
     same = torch.equal(before.inverse_frequencies, after.inverse_frequencies)
     if not same or before.scaling != after.scaling:
         raise ConfigError(
-            f"draft.init={section.init}: its rotary table holds for {found.max_positions} "
+            f"draft.init={init}: its rotary table holds for {found.max_positions} "
             f"positions, and {trained.max_positions} would change it; set "
             f"draft.max_positions={found.max_positions}"
         )

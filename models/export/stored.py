@@ -159,6 +159,8 @@ def vocabulary(stored: Stored, config: DraftConfig) -> Tensor:
     if d2t.dtype not in (torch.int32, torch.int64) or tuple(d2t.shape) != (size,):
         raise wrong(f"d2t: {d2t.dtype} of shape {tuple(d2t.shape)}, must be integers ({size},)")
     ids = d2t.long() + torch.arange(size)
+    if t2d is not None and tuple(t2d.shape) != (total,):
+        raise wrong(f"t2d: of shape {tuple(t2d.shape)}, must be ({total},)")
     marked = None if t2d is None else t2d.bool().nonzero().flatten()
     absolute = marked is not None and torch.equal(d2t.long(), marked) and not torch.equal(d2t, ids)
     if absolute or ids.min() < 0 or ids.max() >= total or ids.unique().numel() < size:
@@ -166,7 +168,7 @@ def vocabulary(stored: Stored, config: DraftConfig) -> Tensor:
         raise wrong(
             f"d2t: must hold offsets, target id - draft id, to distinct ids below {total}{hint}"
         )
-    if marked is not None and (len(t2d) != total or not torch.equal(marked, ids.sort().values)):
+    if marked is not None and not torch.equal(marked, ids.sort().values):
         raise wrong("t2d: marks other tokens than d2t reaches; mend the one that is wrong")
     return ids
 

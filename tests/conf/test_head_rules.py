@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from conf.compose import load_config
+from conf.compose import load_config, to_yaml
 from conf.schema import ConfigError, RunConfig
+from conf.settings import refuse_other_settings
 
 
 def load(*words: str, stages: str = "train") -> RunConfig:
@@ -35,6 +36,21 @@ def test_a_run_cannot_start_from_itself(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"run\.name=one writes; choose another run\.name"):
         load("run.name=one", *words)
     load("run.name=two", *words)
+
+
+def test_a_run_keeps_the_head_it_started_from(tmp_path: Path):
+    words = [f"run.root={tmp_path}", "run.name=one"]
+    heads = [tmp_path / name for name in ("a", "b")]
+    for head in heads:
+        head.mkdir()
+        (head / "draft.json").write_text("{}")
+    first = load(*words, f"draft.init={heads[0]}")
+    (tmp_path / "one" / "best").mkdir(parents=True)
+    (tmp_path / "one" / "config.yaml").write_text(to_yaml(first))
+    refuse_other_settings(first)
+    for other in (load(*words), load(*words, f"draft.init={heads[1]}")):
+        with pytest.raises(ConfigError, match=rf"was made with draft\.init={heads[0]}"):
+            refuse_other_settings(other)
 
 
 def test_a_start_and_chance_exclude_each_other(tmp_path: Path):

@@ -16,14 +16,14 @@ from eval import lossless
 from eval.decode import DecodeSettings, decode
 from eval.proof import greedy_proof
 from eval.proof.difference import compare
-from eval.proof.examined import newest_head
+from eval.proof.examined import examine, newest_head
 from eval.proof.first_token import CASES as FIRST_CASES
 from eval.proof.first_token import chance_of_control, count_first, prove_first_token, sides_after
 from eval.proof.greedy_proof import Exam, Graded, Way, prove_greedy, rounding, tolerances
 from eval.proof.toy import CASES, run_toy
 from eval.proof.wrong_rules import Control
 from eval.verify import AcceptRule
-from models.draft_file import save_draft
+from models.draft_file import load_draft, save_draft
 from models.export.read import read_head
 from models.export.write import export_head
 from models.sampling import Sampling
@@ -266,9 +266,7 @@ def test_command_takes_any_exported_head(run_folder: Path, little, capsys, tiny_
     assert "3 of 3 prompts token-identical" in said and "assumed" not in said
 
 
-def test_command_takes_a_head_that_says_little(
-    run_folder: Path, little, capsys, tiny_verifier: Path
-):
+def test_a_head_that_says_little_is_examined(run_folder: Path, capsys, tiny_verifier: Path):
     """No flag, no layer ids: what an engine would take is taken, and said."""
     exported = run_folder / "export" / "vllm"
     cfg = load_saved(run_folder / "config.yaml")
@@ -279,10 +277,12 @@ def test_command_takes_a_head_that_says_little(
     dropped = (ids, "eagle_config", "norm_output", "fc_norm", "rope_parameters")
     kept = {key: value for key, value in whole.items() if key not in dropped}
     (folder / "config.json").write_text(json.dumps(kept))
-    words = [str(folder), "--verifier", str(tiny_verifier), "--quick", "--new-tokens", "4"]
-    assert lossless.main([*words, "--prompts", "prompts.jsonl"]) == 0
+    words = [str(folder), "--verifier", str(tiny_verifier), "--prompts", "prompts.jsonl"]
+    exam = examine(lossless.parse(words), torch.float32)
     said = capsys.readouterr().out
-    assert "3 of 3 prompts token-identical" in said
+    ours = load_draft(run_folder / "best", exam.verifier.device, torch.float32).state_dict()
+    theirs = exam.draft.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert f"{ids} is not in config.json: [2, 4, 5] is assumed" in said
     assert "fc_norm, norm_output not in config.json: false is assumed" in said
 

@@ -106,10 +106,10 @@ def test_a_certain_gain_that_is_too_small_is_no_finding():
 
 
 def test_equal_wirings_are_rarely_found_to_differ():
-    """Of 200 pairs that differ by chance alone about a hundredth lie below a hundredth."""
-    chances = [chance_of_gain(tried(0.5, seed=i), tried(0.5, seed=1000 + i)) for i in range(200)]
-    assert sum(chance <= 0.01 for chance in chances) <= 7
-    assert 60 <= sum(chance <= 0.5 for chance in chances) <= 140
+    """Of 80 pairs that differ by chance alone about a hundredth lie below a hundredth."""
+    chances = [chance_of_gain(tried(0.5, seed=i), tried(0.5, seed=1000 + i)) for i in range(80)]
+    assert sum(chance <= 0.01 for chance in chances) <= 4
+    assert 20 <= sum(chance <= 0.5 for chance in chances) <= 60
 
 
 def test_a_gain_in_one_text_is_no_evidence():

@@ -22,14 +22,14 @@ class Family(Enum):
 
 
 class Norms(Enum):
-    """Switches of the draft that are on together."""
+    """Switches of the draft that are on together, as words."""
 
-    none = ()
-    norm_before_residual = ("norm_before_residual",)
-    norm_before_fc = ("norm_before_fc",)
-    fc_norm = ("fc_norm",)
-    norm_output = ("norm_output",)
-    three = ("norm_before_residual", "norm_before_fc", "norm_output")
+    none = ""
+    norm_before_residual = "norm_before_residual"
+    norm_before_fc = "norm_before_fc"
+    fc_norm = "fc_norm"
+    norm_output = "norm_output"
+    three = "norm_before_residual norm_before_fc norm_output"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Combination:
 
     @property
     def section(self) -> DraftSection:
-        switches = dict.fromkeys(self.norms.value, True)
+        switches = dict.fromkeys(self.norms.value.split(), True)
         size = PRUNED if self.pruned else FULL
         return DraftSection(vocab_size=size, qk_norm=self.qk_norm, **switches)
 

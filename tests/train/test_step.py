@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.schema import LossKind, Supervise
 from data.chains import Chains, supervised_rows
@@ -72,6 +72,9 @@ def test_training_precisions_stay_near_the_twin(dtype, bound, qk_norm, lab):
     documents = lab.documents([[0] * 6 + [1] * 60, [1] * 50])
     for parameter in draft.parameters():
         parameter.data.mul_(0.4)
+    if qk_norm:  # around 1, as trained ones: with small ones their gradients nearly cancel out
+        for norm in (draft.midlayer.self_attn.q_norm, draft.midlayer.self_attn.k_norm):
+            norm.weight.data.add_(1.0)
     module, exact = lab.module(draft, 7), lab.pack(documents, 7)
     right = lab.step(module, exact)
     rounded = lab.module(draft.to(dtype), 7)
@@ -83,37 +86,6 @@ def test_training_precisions_stay_near_the_twin(dtype, bound, qk_norm, lab):
         assert grad.dtype is dtype
         difference = (grad.double() - right.grads[name]).norm() / right.grads[name].norm()
         assert float(difference) <= 2 * bound, name
-
-
-class OverAllHeads(nn.Module):
-    """A norm of the right weight whose root mean square is that of all heads together."""
-
-    def __init__(self, right: nn.RMSNorm):
-        super().__init__()
-        self.right = right
-
-    def forward(self, states: Tensor) -> Tensor:
-        means = states.square().mean((-2, -1), keepdim=True)
-        return states / (means + self.right.eps).sqrt() * self.right.weight
-
-
-NORMS = {  # of query and key, given the right ones
-    "none": lambda _q, _k: (nn.Identity(), nn.Identity()),
-    "each other's": lambda q, k: (k, q),
-    "over all heads": lambda q, k: (OverAllHeads(q), OverAllHeads(k)),
-}
-
-
-@pytest.mark.parametrize("wrong", NORMS.values(), ids=NORMS.keys())
-def test_other_norms_of_query_and_key_are_another_loss(wrong, lab):
-    """Negative control."""
-    module = lab.module(lab.draft(qk_norm=True), DEPTH)
-    batch = lab.pack(lab.documents(MASKS["packed"]), DEPTH)
-    right = module(batch, torch.ones(batch.samples).double()).loss
-    attention = module.draft.midlayer.self_attn
-    attention.q_norm, attention.k_norm = wrong(attention.q_norm, attention.k_norm)
-    loss = module(batch, torch.ones(batch.samples).double()).loss
-    assert abs(loss - right).item() > 1e-3 * right.item()
 
 
 # ---- trimming: what may be left out, and what may not ------------------------------------------

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.chains import Chains, shifted
 from models.eagle3 import Eagle3Draft
@@ -95,6 +95,39 @@ def test_parity_catches_an_off_by_one(mistake: str, lab, monkeypatch: pytest.Mon
     assert apart() <= 1e-10
     monkeypatch.setattr(Eagle3Draft, "forward", wrong)
     assert apart() > 1e-3
+
+
+class OverAllHeads(nn.Module):
+    """A norm of the right weight whose root mean square is that of all heads together."""
+
+    def __init__(self, right: nn.RMSNorm):
+        super().__init__()
+        self.right = right
+
+    def forward(self, states: Tensor) -> Tensor:
+        means = states.square().mean((-2, -1), keepdim=True)
+        return states / (means + self.right.eps).sqrt() * self.right.weight
+
+
+NORMS = {  # of query and key, given the right ones
+    "none": lambda _q, _k: (nn.Identity(), nn.Identity()),
+    "each other's": lambda q, k: (k, q),
+    "over all heads": lambda q, k: (OverAllHeads(q), OverAllHeads(k)),
+}
+
+
+@pytest.mark.parametrize("wrong", NORMS.values(), ids=NORMS.keys())
+def test_other_norms_of_query_and_key_are_seen(wrong, lab):
+    """Negative control, in the first step (its keys come from ``remember``) and in a later one."""
+    draft = lab.draft(qk_norm=True)
+    batch = lab.through(lab.documents([[0] * 20]), 3)
+    attention = draft.midlayer.self_attn
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.data.add_(1.0)  # or all keys would get nearly the same share
+    right = unroll(draft, batch, CPU_FLASH)
+    attention.q_norm, attention.k_norm = wrong(attention.q_norm, attention.k_norm)
+    for found, wanted in zip(unroll(draft, batch, CPU_FLASH), right, strict=True):
+        assert float((found - wanted).detach().abs().max()) > 1e-2
 
 
 def test_own_feeding_equals_chained_greedy_drafting(lab):

@@ -261,12 +261,20 @@ def repeated(d2t: torch.Tensor) -> torch.Tensor:
         (lambda d2t: d2t * 0, "t2d: marks other tokens"),
     ],
 )
-def test_impossible_maps_are_refused(make_head, publish, read_back, change, words):
+def test_impossible_offsets_are_refused(make_head, publish, read_back, change, words):
     """User report B34: d2t holds offsets."""
     draft = make_head()
     files = publish(draft)
     files.tensors["d2t"] = change(files.tensors["d2t"])
     with pytest.raises(ConfigError, match=words):
+        read_back(files.write(), draft)
+
+
+def test_a_membership_of_another_length_is_refused(make_head, publish, read_back):
+    draft = make_head()
+    files = publish(draft)
+    files.tensors["t2d"] = files.tensors["t2d"][:-1].clone()
+    with pytest.raises(ConfigError, match=r"t2d: of shape \(127,\), must be \(128,\)"):
         read_back(files.write(), draft)
 
 

@@ -249,6 +249,7 @@ def test_another_head_is_another_run(job: Job):
         curve_fingerprint(cfg, "states")
 
 
+@pytest.mark.slow
 def test_a_job_starts_from_a_head_and_resumes_without_it(place, finished: Path):
     """A run from another's best/, once whole and once taken up in the middle, is the same run."""
     few = ["stages=[train]", "log.valid_every=4", "log.save_every=4", "optim.max_steps=8"]
