@@ -23,7 +23,7 @@ OFFSETS = {"I64": torch.int64, "I32": torch.int32}
 def tensors(
     file: Any, draft: DraftConfig, layout: Layout, expected: dict[str, TensorSpec]
 ) -> Iterator[str]:
-    """Names, shapes and dtypes against the exact set; the embedding alone is optional."""
+    """Names, shapes and dtypes against the exact set; the embedding alone may be optional."""
     if (file.metadata() or {}).get("format") != "pt":
         yield f'{WEIGHTS}: metadata must be {{"format": "pt"}}'
     present: dict[str, str] = {}
@@ -32,7 +32,7 @@ def tensors(
         if plain in present:
             yield f"{WEIGHTS}: {name}: there twice, also as {present[plain]}"
         present[plain] = name
-    optional = {**expected, EMBEDDING: TensorSpec((draft.vocab_size, draft.hidden_size), "")}
+    optional = {EMBEDDING: TensorSpec((draft.vocab_size, draft.hidden_size), ""), **expected}
     for name in sorted(expected.keys() - present.keys()):
         yield (
             f"{WEIGHTS}: {name} missing; {layout.engine} would run with uninitialised or wrong "

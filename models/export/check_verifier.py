@@ -38,7 +38,8 @@ def against_verifier(
         ours = file.get_tensor(EMBEDDING)
         theirs = read_tensor(verifier, tensor_files(verifier), f"model.{EMBEDDING}")
         if ours.shape != theirs.shape or not torch.equal(ours, theirs.to(ours.dtype)):
-            yield f"{WEIGHTS}: {EMBEDDING}: differs from the verifier's; leave it out"
+            remedy = "write a copy of that" if layout.embedding else "leave it out"
+            yield f"{WEIGHTS}: {EMBEDDING}: differs from the verifier's; {remedy}"
 
 
 def other_tokens(folder: Path, verifier: Path) -> Iterator[str]:

@@ -16,7 +16,7 @@ from models.facts import VerifierFacts
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 MIDLAYER, NUMBERED = "midlayer.", "layers.0."  # two spellings of the one decoder layer
-EMBEDDING = "embed_tokens.weight"  # left out: engines then share the verifier's
+EMBEDDING = "embed_tokens.weight"  # left out where the engine then shares the verifier's
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 STORED = {Precision.float32: "F32", Precision.bfloat16: "BF16"}  # safetensors' names
 ABSENT = object()
@@ -61,6 +61,7 @@ class Layout:
     both_spellings: bool = True  # the layer's other prefix is read as well
     offsets: str = "I64"  # dtype of d2t
     membership: bool = True  # t2d is in the file, too
+    embedding: bool = False  # and a copy of the verifier's, which the engine does not look up
     last_stream: bool = True  # the stream after the verifier's last layer can be an aux state
 
 
@@ -129,6 +130,8 @@ def expected_tensors(draft: DraftConfig, layout: Layout, dtype: Precision) -> di
         expected["d2t"] = TensorSpec((draft.draft_vocab_size,), layout.offsets)
         if layout.membership:
             expected["t2d"] = TensorSpec((draft.vocab_size,), "BOOL")
+    if layout.embedding:
+        expected[EMBEDDING] = TensorSpec((draft.vocab_size, draft.hidden_size), STORED[dtype])
     return expected
 
 

@@ -1,7 +1,9 @@
 """The layout of the speculators library, which vLLM serves by itself. Read in 0.9.0, vLLM 0.32.0.
 
 The folder names its verifier, so ``vllm serve FOLDER`` is the whole command. vLLM applies no class
-defaults to ``transformer_layer_config`` and drops every other key at top level.
+defaults to ``transformer_layer_config`` and drops every other key at top level. It shares an
+embedding that equals the verifier's; without one in the file the library means to take the
+verifier's, and computes with memory as it happens to be (seen in 0.9.0 on transformers 5.19).
 """
 
 from collections.abc import Iterator
@@ -87,4 +89,5 @@ SPECULATORS = Layout(
     layer=NUMBERED,
     both_spellings=False,
     last_stream=False,
+    embedding=True,
 )

@@ -31,7 +31,7 @@ from models.export.layout import (
 from models.export.vllm import VLLM
 from models.token_strings import FILE as TOKENS
 from models.token_strings import refuse_other_tokens
-from models.verifier import VerifierFacts, load_facts, load_tokenizer
+from models.verifier import VerifierFacts, load_ends, load_facts, load_tokenizer
 
 KINDS = {  # safetensors' names
     "F32": torch.float32,
@@ -58,7 +58,8 @@ def export_head(
 ) -> None:
     """Write the head in ``head`` to ``folder``, with the card of the run that ``cfg`` describes."""
     cache = Path(cfg.run.cache)
-    draft = load_draft(head, torch.device("cpu"), torch.float32)
+    table = load_ends(cfg.verifier, cache, torch.float32).embedding if layout.embedding else None
+    draft = load_draft(head, torch.device("cpu"), torch.float32, table)
     refuse_other_tokens(head, load_tokenizer(cfg.verifier, cache))
     card = card_of_run(head, cfg, data, resolve(cfg.verifier.path, cache))
     export(draft, load_facts(cfg.verifier, cache), folder, card, dtype, layout)
@@ -77,7 +78,7 @@ def export(
 ) -> Path:
     """Write config.json, model.safetensors and README.md; an older export there is replaced.
 
-    The embedding stays out (engines share the verifier's); the head's own rows always go in.
+    The embedding stays out where engines share the verifier's; the head's own rows always go in.
     Raises ConfigError when head and verifier do not fit, when the engine would run another head,
     when the folder holds something else, or when the written files do not pass ``check``.
     """

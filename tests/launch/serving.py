@@ -20,7 +20,7 @@ from models.export.engines import LAYOUTS
 from models.export.write import export
 from models.verifier import Verifier
 
-TINY = Lesson(steps=60, rate=3e-3, norms=0.2)
+TINY = Lesson(steps=40, rate=3e-3, norms=0.2)
 REAL = Lesson(steps=30, rate=1e-3)
 
 

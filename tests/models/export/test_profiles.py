@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from conf.schema import ConfigError, ExportFormat, Precision
@@ -198,3 +199,20 @@ def test_the_chain_of_the_report_is_the_one_that_speculators_serves(
 
 def test_every_format_has_its_layout():
     assert [LAYOUTS[kind].format for kind in ExportFormat] == list(ExportFormat)
+
+
+@ALL
+def test_the_embedding_is_written_for_the_library_that_does_not_look_it_up(
+    layout, make_head, facts_of, plain_card, tmp_path
+):
+    draft, folder = make_head(), tmp_path / "head"
+    export(draft, facts_of(draft.config), folder, plain_card, Precision.float32, layout)
+    tensors = load_file(folder / WEIGHTS)
+    assert ("embed_tokens.weight" in tensors) == (layout is SPECULATORS)
+    if layout is not SPECULATORS:
+        return
+    assert torch.equal(tensors["embed_tokens.weight"], draft.embed_tokens.weight)
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (finding,) = check(folder)
+    assert "embed_tokens.weight missing" in finding and "speculators" in finding
