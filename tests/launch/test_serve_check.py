@@ -19,9 +19,17 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conf.compose import load_saved, to_yaml
-from conf.schema import ConfigError, DraftSection, EvalSection, HeadInit, Precision, RunConfig
+from conf.schema import (
+    ConfigError,
+    DraftSection,
+    EvalSection,
+    HeadInit,
+    Precision,
+    RunConfig,
+    VerifierSection,
+)
 from conf.shapes import chain
-from data.eval_prompts import read_prompts
+from data.eval_prompts import EvalPrompt, read_prompts
 from data.records import Turn
 from data.template import encode_prompt
 from eval.acceptance import Counters, Interval, total
@@ -41,14 +49,17 @@ from eval.report_file import read_report
 from eval.speed_report import Baselines, Latency
 from launch import export, served_client, vllm_server
 from launch.serve_check import main
+from launch.served_cause import undrafted
+from launch.served_client import Ends, ServedClient
 from launch.served_compare import compare
 from launch.served_counters import read_metrics
 from launch.served_evidence import other_verifier
-from launch.served_run import Question, Served, Talked
+from launch.served_run import Asking, Question, Served, Talked
+from launch.served_run import ask as ask_one
 from models.draft_file import save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.generate import end_ids
-from models.verifier import Verifier, VerifierEnds, load_facts
+from models.verifier import Verifier, VerifierEnds, load_facts, load_tokenizer
 from models.vocab import DraftVocab
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -279,6 +290,29 @@ def test_differences_are_judged_in_pairs():
     assert found([3] * 12)  # 0.075 below everywhere: far within the report's own interval
     assert not found([1] * 12)  # 0.025
     assert not found([0] * 11 + [4])  # one prompt alone
+
+
+def test_later_turns_follow_the_answers_of_the_server(serve, tiny_verifier, tmp_path):
+    tokenizer = load_tokenizer(VerifierSection(path=str(tiny_verifier)), tmp_path)
+    asking = Asking(tokenizer, {}, Ends(9))
+    turns = (Turn("user", "one"), Turn("user", "two"))
+    with ServedClient(serve(), 5.0) as client:
+        talked = ask_one(client, EvalPrompt("p", "t", None, turns), asking)
+    first, second = talked.exchanges
+    text = tokenizer.decode(first.reply.ids, skip_special_tokens=True)
+    said = [("user", "one"), ("assistant", text), ("user", "two")]
+    spoken = [{"role": role, "content": content} for role, content in said]
+    assert second.ours == second.reply.prompt_ids == fake["rendered"](spoken, "")
+    both = [fake["rounds_of"](one.ours, 9, GOOD, N) for one in talked.exchanges]
+    assert talked.counters == Counters.of_chains([n for one in both for n in one], 18, N)
+    assert talked.foreign == 0 and talked.length == len(second.ours) + 9
+
+
+def test_tokens_that_no_round_made():
+    """Two answers of 1 + 3 + 1 + 5 tokens; then the first of 2 more."""
+    rounds = [2, 0, 4]
+    assert undrafted(Counters.of_chains(2 * rounds, 20, N), 2) == 0
+    assert undrafted(Counters.of_chains(2 * rounds, 22, N), 2) == 2
 
 
 # ---- causes ------------------------------------------------------------------------------------
