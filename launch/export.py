@@ -49,7 +49,10 @@ def parser() -> Parser:
     )
     words.add_argument("--check", type=Path, metavar="DIR", help="judge an exported folder instead")
     words.add_argument(
-        "--verifier", type=Path, metavar="DIR", help="with --check: also compare with this verifier"
+        "--verifier",
+        type=Path,
+        metavar="DIR",
+        help="with --check: also compare with this verifier, and try the head on its answers",
     )
     return words
 
