@@ -22,10 +22,10 @@ from conf.schema import ConfigError, RunConfig
 from eval.parser import Parser
 from eval.report import EvalReport
 from eval.report_file import read_report
-from launch.served_cause import Evidence, find_causes
-from launch.served_client import Ends, ServedClient, address_of
-from launch.served_compare import compare
-from launch.served_evidence import (
+from launch.served.cause import Evidence, find_causes
+from launch.served.client import Ends, ServedClient, address_of
+from launch.served.compare import compare
+from launch.served.evidence import (
     HeadSide,
     ServerSide,
     TemplateSide,
@@ -34,10 +34,10 @@ from launch.served_evidence import (
     quantisation_of,
     template_side,
 )
-from launch.served_identity import Identity, compare_answers
-from launch.served_page import Outcome, as_json, page
-from launch.served_run import Asking, Question, Served, ask_all, choose_questions, longest
-from launch.vllm_server import BUILT, QUANTISED, ServerPlan, find_python, vllm_server
+from launch.served.identity import Identity, compare_answers
+from launch.served.page import Outcome, as_json, page
+from launch.served.run import Asking, Question, Served, ask_all, choose_questions, longest
+from launch.served.server import BUILT, QUANTISED, ServerPlan, find_python, vllm_server
 from models.bundled import resolve
 from models.verifier import load_facts, load_tokenizer
 

@@ -47,15 +47,17 @@ from eval.report import (
 )
 from eval.report_file import read_report
 from eval.speed_report import Baselines, Latency
-from launch import export, served_client, vllm_server
+from launch import export
 from launch.serve_check import main
-from launch.served_cause import undrafted
-from launch.served_client import Ends, ServedClient
-from launch.served_compare import compare
-from launch.served_counters import read_metrics
-from launch.served_evidence import other_verifier
-from launch.served_run import Asking, Question, Served, Talked
-from launch.served_run import ask as ask_one
+from launch.served import client as served_client
+from launch.served import server as vllm_server
+from launch.served.cause import undrafted
+from launch.served.client import Ends, ServedClient
+from launch.served.compare import compare
+from launch.served.counters import read_metrics
+from launch.served.evidence import other_verifier
+from launch.served.run import Asking, Question, Served, Talked
+from launch.served.run import ask as ask_one
 from models.draft_file import save_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.generate import end_ids

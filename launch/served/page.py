@@ -7,10 +7,10 @@ from typing import Any
 from conf.runtime import plain
 from eval.report import EvalReport
 from eval.tables import Row, aligned, shown, span
-from launch.served_cause import Cause
-from launch.served_compare import Comparison, Difference
-from launch.served_identity import Identity
-from launch.served_run import Served
+from launch.served.cause import Cause
+from launch.served.compare import Comparison, Difference
+from launch.served.identity import Identity
+from launch.served.run import Served
 
 FEW = 20  # prompts; of fewer the intervals say little
 HEAD = ("position", "report", "95 %", "server", "difference", "95 %", "")

@@ -1,6 +1,6 @@
 """What can be found out about a served head: its folder, its verifier, how its chats are rendered.
 
-Gathered whether or not acceptance differs; launch/served_cause.py draws the conclusions.
+Gathered whether or not acceptance differs; launch/served/cause.py draws the conclusions.
 """
 
 import json
@@ -16,8 +16,8 @@ from conf.runtime import cache_dir
 from conf.schema import ConfigError, RunConfig
 from data.messages import messages
 from eval.proof.examined import first_question
-from launch.served_client import ServedClient
-from launch.served_run import Asking, Question
+from launch.served.client import ServedClient
+from launch.served.run import Asking, Question
 from models.bundled import resolve
 from models.draft_file import CONFIG as DRAFT
 from models.draft_file import WEIGHTS as DRAFT_WEIGHTS

@@ -11,7 +11,7 @@ import httpx
 
 from conf.schema import ConfigError, JobError
 from data.chat_reply import MALFORMED, Failed, body_of, integers, one_line, table, text_of, told
-from launch.served_counters import Snapshot, read_metrics
+from launch.served.counters import Snapshot, read_metrics
 
 Result = TypeVar("Result")
 Reader = Callable[[httpx.Response], Result]

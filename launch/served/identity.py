@@ -7,8 +7,8 @@ decides, and a verifier that checks five tokens at once rounds otherwise than on
 import math
 from dataclasses import dataclass
 
-from launch.served_client import ServedClient
-from launch.served_run import Served, Talked
+from launch.served.client import ServedClient
+from launch.served.run import Served, Talked
 
 TIES = {"float32": 1e-2}  # nats between two tokens that rounding can swap
 ROUGH_TIE = 0.5  # the same in other precisions; 0.0 to 0.13 are usual in bfloat16

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from eval.acceptance import Counters, total
 from eval.report import EvalReport
-from launch.served_compare import TOLERANCE, Comparison, share
-from launch.served_evidence import HeadSide, ServerSide, TemplateSide
-from launch.served_run import Question, Served, Talked
+from launch.served.compare import TOLERANCE, Comparison, share
+from launch.served.evidence import HeadSide, ServerSide, TemplateSide
+from launch.served.run import Question, Served, Talked
 from models.verifier import VerifierFacts
 
 NEAR_ZERO = 0.1  # of our survival at the first position

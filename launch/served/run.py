@@ -17,7 +17,7 @@ from eval.acceptance import Counters
 from eval.measure import TOO_LONG
 from eval.proof.examined import first_question
 from eval.report import EvalReport
-from launch.served_client import Ends, Replied, ServedClient
+from launch.served.client import Ends, Replied, ServedClient
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from eval.acceptance import COVERAGE, Counters, Interval, ratio, total
 from eval.summary import SEED, survival_intervals
-from launch.served_run import Question, Served
+from launch.served.run import Question, Served
 
 TOLERANCE = 0.03  # of survival; for τ as many positions as are compared
 
