@@ -147,6 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("logprobs"):
             assert body["return_tokens_as_token_ids"]
             # Of the tokens that ``changes`` confuses; the text before says which they are.
+            assert prompt == self.state.options["before"]
             one = self.state.options["confused"]
             gap = self.state.options["gap"]
             named = {f"token_id:{one}": -0.5, f"token_id:{one + 1}": -0.5 - gap}
@@ -171,10 +172,13 @@ def main() -> None:
     with Path(options["started"]).open("a") as log:
         log.write(json.dumps(words) + "\n")
     if "child" in options:  # as vLLM's engine core is one; it does not end when it is asked to
-        stubborn = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: 0)\n"
-        child = subprocess.Popen([sys.executable, "-c", stubborn + "while 1: time.sleep(9)"])
-        with Path(options["child"]).open("a") as file:
-            file.write(f"{child.pid}\n")
+        stubborn = (
+            "import os, signal, sys, time\n"
+            "signal.signal(signal.SIGTERM, lambda *_: 0)\n"
+            "print(os.getpid(), file=open(sys.argv[1], 'a'), flush=True)\n"
+            "while 1: time.sleep(9)"
+        )
+        subprocess.Popen([sys.executable, "-c", stubborn, options["child"]])
     if "dies" in options:
         sys.exit(options["dies"])
     while options.get("silent"):

@@ -486,7 +486,8 @@ def test_answers_that_the_head_changes(ask, serve, run):
     first = read_prompts(read_report(run).settings.eval.prompts).prompts[0].turns[0].content
     prompt = fake["rendered"]([{"role": "user", "content": first}], "")
     confused = fake["answer_ids"](prompt, NEW)[7]
-    spoilt = {"changes": 7, "confused": confused}
+    before = [*prompt, *fake["answer_ids"](prompt, 7)]
+    spoilt = {"changes": 7, "confused": confused, "before": before}
     words = ["--prompts", "1", "--dtype", "float32", "--plain-url", serve(None)]
     code, out = ask("--url", serve(**spoilt, gap=2.0), *words)
     assert code == 1 and "identical answers: 0 of 1" in out
@@ -494,6 +495,8 @@ def test_answers_that_the_head_changes(ask, serve, run):
     assert "the head changes answers" in out
     code, out = ask("--url", serve(**spoilt, gap=0.005), *words)
     assert code == 0 and "1 of 1 others looked at part at a near tie" in out
+    code, out = ask("--url", serve(**spoilt, gap=0.1), *words)
+    assert code == 1  # a tie in bfloat16 alone
     words[3] = "bfloat16"  # more than 0.5 nats is no fault there by itself
     code, out = ask("--url", serve(**spoilt, gap=2.0), *words)
     assert code == 0 and "0 of 1 others looked at" in out
