@@ -12,6 +12,7 @@ from data.split import prompt_digest
 from eval.chosen import ChosenPrompts
 from eval.decode import DecodeSettings
 from eval.foretold import read_held_out
+from eval.head_check import other_weights
 from eval.measure import ExactRuns
 from eval.report import DataOrigin, EvalSettings
 from eval.speed_report import SpeedFigures
@@ -68,6 +69,7 @@ def describe_data(
         supervised_tokens=facts.tokens,
         verifier_agreement=facts.agreement,
         trained_prompts=count_trained_prompts(exact, data),
+        other_weights=other_weights(cfg) if cfg.eval.head is None else None,
     )
 
 

@@ -44,6 +44,13 @@ def check_verifier(head: Path, verifier: str) -> str:
     return f"{verifier}: the weights ({theirs}) that the head was trained on."
 
 
+def other_weights(cfg: RunConfig) -> str | None:
+    """The verifier's fingerprint and those captured, in words, where it is none of them."""
+    ours = trained_weights(cfg)
+    theirs = weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg)))
+    return f"{theirs}, not {', '.join(sorted(ours))}" if ours and theirs not in ours else None
+
+
 def trained_weights(cfg: RunConfig) -> set[str]:
     """Fingerprints in the captures of this run's verifier and layers; empty when none is left."""
     found: set[str] = set()

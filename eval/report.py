@@ -174,6 +174,7 @@ class DataOrigin:
     held_out_alpha: float | None = None
     held_out_depth: int | None = None  # draft tokens a round there
     trained_prompts: int = 0  # measured turns whose prompt is a training sample's, too
+    other_weights: str | None = None  # the verifier's, where they are not those captured
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,11 @@ def list_warnings(report: EvalReport, exact: ExactRuns) -> list[str]:
     found += [f"prompt lines skipped: {n} ({why})" for why, n in data.prompts_skipped.items()]
     if report.beyond_training:
         found.append(too_far(report.beyond_training))
+    if data.other_weights:
+        found.append(
+            f"the verifier's weights changed since the head learnt from them (fingerprint "
+            f"{data.other_weights}): acceptance is that of another pair; capture and train again"
+        )
     if report.settings.eval.head is not None:
         found.append(
             f"the head is {report.settings.draft}, trained elsewhere: training samples and what is "

@@ -154,8 +154,8 @@ def judge(config: DraftConfig, facts: VerifierFacts, layout: Layout) -> None:
 
 def refuse_foreign(folder: Path) -> None:
     """An export replaces an export or an empty folder, never anything else."""
-    if folder.is_file():
-        raise ConfigError(f"{folder}: is a file; give a folder to write to")
+    if folder.exists() and not folder.is_dir():  # a device, too: /dev/null would be replaced
+        raise ConfigError(f"{folder}: is no folder; give a folder to write to")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     config = folder / CONFIG

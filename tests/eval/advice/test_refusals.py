@@ -4,16 +4,18 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
-from conf.compose import to_yaml
+from conf.compose import load_saved, to_yaml
 from conf.schema import ConfigError, RunConfig, RunSection, VerifierSection
 from data.manifest import FORMAT_VERSION, Manifest, write_manifest
 from eval.advice.advise import advise_on_figures, advise_on_report
 from eval.advice.question import Accept, Figures, Question, Stack, Target
-from eval.head_check import check_verifier
+from eval.head_check import check_verifier, other_weights
+from eval.pages.cautions import list_warnings
 from eval.report import to_json
 from eval.tune import advise, main, parser
 from models.draft_file import CONFIG
@@ -219,6 +221,24 @@ def test_another_revision_of_the_verifier(head: Path, tiny_verifier: Path, tmp_p
     leave_manifest(tmp_path / "cache" / "capture-1", tiny_verifier, "another")
     with pytest.raises(ConfigError, match=r"its weights .* are not those that the head learnt"):
         check_verifier(head, str(tiny_verifier))
+
+
+def test_a_report_warns_of_weights_that_changed(
+    made, head: Path, tiny_verifier: Path, tmp_path: Path
+):
+    """User report B69: a head serves the weights and the precision that it learnt from."""
+    cfg = load_saved(head.parent / "config.yaml")
+    assert other_weights(cfg) is None
+    leave_manifest(tmp_path / "cache" / "capture-1", tiny_verifier, "another")
+    words = other_weights(cfg)
+    assert words == f"{weights_fingerprint(tiny_verifier)}, not another"
+    report = made.report(costs=[made.costs(1, 0.0)])
+    exact = SimpleNamespace(skipped={})
+    assert not any("weights changed" in one for one in list_warnings(report, exact))
+    report = replace(report, data=replace(report.data, other_weights=words))
+    assert any(f"fingerprint {words}" in one for one in list_warnings(report, exact))
+    (tmp_path / "cache" / "capture-1" / "manifest.json").unlink()
+    assert other_weights(cfg) is None
 
 
 def test_weights_that_cannot_be_compared_are_said(head: Path, tiny_verifier: Path, tmp_path: Path):

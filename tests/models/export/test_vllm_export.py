@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -275,3 +276,16 @@ def test_what_a_killed_export_left_is_cleared(make_head, export_head, tmp_path):
     export_head(make_head())
     assert check(folder) == []
     assert [path.name for path in tmp_path.iterdir()] == ["vllm"]
+
+
+def test_a_pipe_or_a_device_is_never_replaced(make_head, facts_of, plain_card, tmp_path):
+    """As root, --out /dev/null took the device's place."""
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    file.touch()
+    draft = make_head()
+    for place in (pipe, file):
+        with pytest.raises(ConfigError, match="is no folder; give a folder"):
+            export(draft, facts_of(draft.config), place, plain_card)
+    assert pipe.is_fifo() and file.is_file()
+    assert sorted(tmp_path.iterdir()) == [file, pipe]
