@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.runtime import say, write_atomically
@@ -24,11 +23,23 @@ def by_id(vocabulary: dict[str, int]) -> list[str | None]:
 
 def tokens_in(folder: Path) -> list[str | None] | None:
     """The tokens that a folder of a head or a verifier names, by id; None where it names none."""
-    if (folder / FILE).is_file():
-        return list(json.loads((folder / FILE).read_text("utf-8")))
-    if (folder / TOKENIZER).is_file():
-        return by_id(Tokenizer.from_file(str(folder / TOKENIZER)).get_vocab())
-    return None
+    own, library = folder / FILE, folder / TOKENIZER
+    path = own if own.is_file() else library
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        return list(content) if path == own else by_id(vocabulary_in(content))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: holds no tokens ({error}); put the file back") from error
+
+
+def vocabulary_in(content: dict) -> dict[str, int]:
+    """Token -> id of a tokenizer.json: its model's, as an object or in order, and those added."""
+    known = content["model"]["vocab"]
+    if isinstance(known, list):  # Unigram: [token, score]
+        known = {token: index for index, (token, _) in enumerate(known)}
+    return known | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
 
 
 def first_other(ours: list[str | None], theirs: list[str | None]) -> int | None:

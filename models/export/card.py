@@ -81,7 +81,7 @@ def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Pa
     limit = "" if optim.max_steps is None else f", at most {optim.max_steps} steps"
     return CardFacts(
         verifier=section.path,
-        served_verifier=str(verifier) if section.path.startswith("wheel:") else section.path,
+        served_verifier=section.path if is_hub_name(section.path) else str(verifier.resolve()),
         verifier_dtype=section.dtype.value,
         verifier_fingerprint=weights_fingerprint(verifier),
         data=data or DataFacts(", ".join(cfg.data.path)),
@@ -102,6 +102,10 @@ def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Pa
         revision=revision_of(verifier),
         tokens=head / TOKENS if (head / TOKENS).is_file() else None,
     )
+
+
+def is_hub_name(path: str) -> bool:
+    return not path.startswith("wheel:") and not Path(path).expanduser().is_dir()
 
 
 def revision_of(verifier: Path) -> str | None:

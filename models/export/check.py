@@ -14,6 +14,8 @@ from conf.schema import Precision
 from models.eagle3 import DraftConfig
 from models.export.check_tensors import numbers, tensors, vocabulary
 from models.export.check_verifier import against_verifier
+from models.export.dialect import LLAMA_EPS, LLAMA_LIMIT
+from models.export.dialect_rope import LLAMA_THETA, ROPE_NEEDS
 from models.export.engines import layout_of
 from models.export.layout import (
     ABSENT,
@@ -22,13 +24,17 @@ from models.export.layout import (
     STORED,
     WEIGHTS,
     Layout,
-    draft_config_of,
+    draft_of,
     expected_tensors,
+    fields_of,
     setting_of,
     value_at,
 )
+from models.export.speculators import SPECULATORS
+from models.export.vllm import VLLM
 from models.rope import STATIC_TYPES
 
+NEEDED = {"hidden_size", "intermediate_size", "num_heads", "vocab_size"}  # no default stands in
 POSITIVE = (
     "hidden_size",
     "intermediate_size",
@@ -42,7 +48,8 @@ POSITIVE = (
 
 
 def check(folder: Path, verifier: Path | None = None, layout: Layout | None = None) -> list[str]:
-    """All findings, the gravest first; an empty list means that the engine reads what was trained.
+    """All findings: of config.json, then of the tensors; none means that the engine reads what was
+    trained. What a folder leaves out is a finding, and the rest is judged all the same.
 
     ``layout``: of the engine to judge for; the one that the folder is written in by default. With
     the verifier's folder, sizes, layer ids, tokens and a stored embedding are compared with it.
@@ -50,17 +57,17 @@ def check(folder: Path, verifier: Path | None = None, layout: Layout | None = No
     config, findings = read_config(folder)
     if findings:
         return findings
-    layout = layout or layout_of(config)
-    findings += sizes(config, layout)
-    if findings:
+    layout = layout_for(config, layout)
+    found = fields_of(config, layout)
+    wrong, missing = [*kinds(found, layout)], [n for n, v in found.items() if v is ABSENT]
+    findings += [*absent(config, missing, layout), *wrong]
+    if wrong or set(missing) & NEEDED:
         return findings
-    draft = draft_config_of(config, layout)
+    draft = draft_of(assumed(config, found, layout))
     findings += [f"{CONFIG}: {words}" for words in layout.refusals(draft)]
-    findings += keys(config, draft, layout)
-    dtype = setting_of(config, layout).dtype
-    if dtype not in [kind.value for kind in STORED]:
-        return findings  # the tensors cannot be judged without a dtype; the key is a finding
-    expected = expected_tensors(draft, layout, Precision(dtype))
+    said = tuple(f"{CONFIG}: {layout.keys[name]} missing;" for name in missing)
+    findings += [one for one in keys(config, draft, layout) if not one.startswith(said)]
+    expected = expected_tensors(draft, layout, dtype_of(config, layout))
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             findings += tensors(file, draft, layout, expected)
@@ -71,6 +78,18 @@ def check(folder: Path, verifier: Path | None = None, layout: Layout | None = No
     except (SafetensorError, OSError) as error:
         findings.append(f"{WEIGHTS}: cannot be read ({error})")
     return findings
+
+
+def layout_for(config: dict[str, Any], wanted: Layout | None) -> Layout:
+    """The engine's own, but for vLLM, which reads speculators' folders as they are."""
+    written = layout_of(config)
+    return written if wanted is None or (wanted is VLLM and written is SPECULATORS) else wanted
+
+
+def dtype_of(config: dict[str, Any], layout: Layout) -> Precision | None:
+    """None: a finding of ``keys``, and the weights are judged by name and shape alone."""
+    stored = setting_of(config, layout).dtype
+    return Precision(stored) if stored in [kind.value for kind in STORED] else None
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -88,51 +107,82 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return config, []
 
 
-def sizes(config: dict[str, Any], layout: Layout) -> Iterator[str]:
-    """The keys that carry information: all there, of the right kind, possible together."""
-    found = {name: value_at(config, path) for name, path in layout.keys.items()}
-    missing = [name for name, value in found.items() if value is ABSENT]
+def absent(config: dict[str, Any], missing: list[str], layout: Layout) -> Iterator[str]:
     for name in missing:
-        yield f"{CONFIG}: {layout.keys[name]} missing; an engine would assume its own default"
+        why = "an engine would assume its own default"
+        outputs = value_at(config, f"eagle_config.{layout.keys[name]}")
+        if name == "rope" and isinstance(value_at(config, "rope_theta"), int | float):
+            why = "rope_theta alone is the older spelling; write both"
+        if name == "aux_layers" and isinstance(outputs, list):
+            why = f"vLLM would take {outputs} of eagle_config for streams, one layer early"
+        yield f"{CONFIG}: {layout.keys[name]} missing; {why}"
+
+
+def kinds(found: dict[str, Any], layout: Layout) -> Iterator[str]:
+    """Values that are there and of a kind that no head can have."""
+
+    def named(name: str) -> str:
+        return f"{CONFIG}: {layout.keys[name]}={found[name]!r}"
+
+    there = {name for name, value in found.items() if value is not ABSENT}
     for name in POSITIVE:
-        value = found[name]
-        if name not in missing and (type(value) is not int or value < 1):
-            yield f"{CONFIG}: {layout.keys[name]}={value!r}: must be an integer of at least 1"
+        if name in there and (type(found[name]) is not int or found[name] < 1):
+            yield f"{named(name)}: must be an integer of at least 1"
     for flag in NORM_FLAGS:
-        if flag not in missing and type(found[flag]) is not bool:
-            yield f"{CONFIG}: {layout.keys[flag]}={found[flag]!r}: must be true or false"
-    if missing:
-        return
-    kind, eps, ids = found["qk_norm"], found["rms_norm_eps"], found["aux_layers"]
-    if kind not in ("llama", "qwen3"):
-        yield f"{CONFIG}: {layout.keys['qk_norm']}={kind!r}: must be llama or qwen3"
-    if not isinstance(eps, float) or not 0 < eps < 1:
-        yield f"{CONFIG}: {layout.keys['rms_norm_eps']}={eps!r}: must be a number between 0 and 1"
+        if flag in there and type(found[flag]) is not bool:
+            yield f"{named(flag)}: must be true or false"
+    eps, ids = found["rms_norm_eps"], found["aux_layers"]
+    if "qk_norm" in there and found["qk_norm"] not in ("llama", "qwen3"):
+        yield f"{named('qk_norm')}: must be llama or qwen3"
+    if "rms_norm_eps" in there and (not isinstance(eps, float) or not 0 < eps < 1):
+        yield f"{named('rms_norm_eps')}: must be a number between 0 and 1"
     whole = isinstance(ids, list) and ids and all(type(n) is int and n >= 1 for n in ids)
-    if not whole or sorted(set(ids)) != ids:
-        yield (
-            f"{CONFIG}: {layout.keys['aux_layers']}={ids!r}: must be ascending, unique ids of at "
-            "least 1"
-        )
-    yield from rope(found["rope"])
+    if "aux_layers" in there and (not whole or sorted(set(ids)) != ids):
+        yield f"{named('aux_layers')}: must be ascending, unique ids of at least 1"
+    if "rope" in there:
+        yield from rope(found["rope"])
+
+
+def assumed(config: dict[str, Any], found: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """``found`` with what vLLM would take for a key that is missing, so that the rest is judged."""
+    outputs = value_at(config, f"eagle_config.{layout.keys['aux_layers']}")
+    count = value_at(config, "num_aux_hidden_states")
+    plain = [n for n in outputs if type(n) is int] if isinstance(outputs, list) else []
+    base = value_at(config, "rope_theta")
+    theta = base if isinstance(base, int | float) else LLAMA_THETA
+    default = {
+        "num_kv_heads": found["num_heads"],
+        "head_dim": found["hidden_size"] // found["num_heads"],
+        "draft_vocab_size": found["vocab_size"],
+        "rms_norm_eps": LLAMA_EPS,
+        "max_positions": LLAMA_LIMIT,
+        "rope": {"rope_type": "default", "rope_theta": theta},
+        "aux_layers": plain or [*range(1, 1 + (count if type(count) is int else 3))],
+        "qk_norm": "llama",
+        **dict.fromkeys(NORM_FLAGS, False),
+        **({"norm_before_residual": True} if layout is SPECULATORS else {}),
+    }
+    return {name: default[name] if value is ABSENT else value for name, value in found.items()}
 
 
 def rope(parameters: object) -> Iterator[str]:
-    if not isinstance(parameters, dict) or not isinstance(
-        parameters.get("rope_theta"), int | float
-    ):
-        yield f"{CONFIG}: rope_parameters={parameters!r}: must name rope_type and rope_theta"
-    elif parameters.get("rope_type") not in STATIC_TYPES:
-        yield (
-            f"{CONFIG}: rope_type={parameters.get('rope_type')!r}: must be one of "
-            f"{', '.join(STATIC_TYPES)}"
-        )
-    elif parameters.get("short_factor") != parameters.get("long_factor"):
+    theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    if not isinstance(parameters, dict) or type(theta) not in (int, float) or theta <= 0:
+        yield f"{CONFIG}: rope_parameters={parameters!r}: must name rope_type and a rope_theta > 0"
+        return
+    kind = parameters.get("rope_type")
+    if not isinstance(kind, str) or kind not in STATIC_TYPES:
+        yield f"{CONFIG}: rope_type={kind!r}: must be one of {', '.join(STATIC_TYPES)}"
+        return
+    lacking = [key for key in ROPE_NEEDS.get(kind, ()) if key not in parameters]
+    if lacking:
+        yield f"{CONFIG}: rope_parameters of type {kind} lacks {', '.join(lacking)}"
+    if parameters.get("short_factor") != parameters.get("long_factor"):
         yield (
             f"{CONFIG}: rope_parameters: short_factor and long_factor differ; engines choose "
             "between them by the length they serve, the head has one table"
         )
-    elif parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         yield (
             f"{CONFIG}: partial_rotary_factor={parameters['partial_rotary_factor']}: engines would "
             "rotate a part of each head, training rotates all of it"

@@ -80,7 +80,7 @@ def vocabulary(file: Any, draft: DraftConfig, layout: Layout) -> Iterator[str]:
         return  # already a finding
     targets = d2t + torch.arange(size)
     member = marked(file, total)
-    absolute = member is not None and torch.equal(d2t, member.nonzero().flatten())
+    absolute = is_absolute(d2t, member)
     hint = "; it seems to hold absolute ids" if absolute else ""
     outside = int(((targets < 0) | (targets >= total)).sum())
     if outside:
@@ -89,10 +89,19 @@ def vocabulary(file: Any, draft: DraftConfig, layout: Layout) -> Iterator[str]:
             f"(target id - draft id){hint}"
         )
         return
+    if absolute and member is None:
+        yield f"{WEIGHTS}: d2t: rises at every entry, as absolute ids do; it holds offsets"
     if bool((targets.diff() <= 0).any()):
         yield f"{WEIGHTS}: d2t: the ids it reaches must ascend without repetition{hint}"
     if member is not None and not torch.equal(member.nonzero().flatten(), targets.unique()):
         yield f"{WEIGHTS}: t2d: marks other tokens than d2t reaches{hint}"
+
+
+def is_absolute(d2t: Tensor, member: Tensor | None) -> bool:
+    """Without t2d: offsets of neighbouring ids are equal, absolute ids never are."""
+    if member is not None:
+        return torch.equal(d2t.long(), member.nonzero().flatten())
+    return len(d2t) > 1 and bool((d2t.diff() > 0).all())
 
 
 def marked(file: Any, total: int) -> Tensor | None:

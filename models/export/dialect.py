@@ -167,17 +167,20 @@ def eps(source: Source) -> float:
 
 
 def flag(source: Source, name: str) -> bool:
-    """A switch of the norms; what ``eagle_config`` says of it counts first, as in the engines."""
+    """A switch of the norms, at the top or in ``eagle_config``: engines differ in that."""
     named = (
         (f"eagle_config.{NESTED.get(name)}", source.eagle.get(NESTED.get(name, ""))),
         (name, source.top.get(name)),
         (OTHER_NAMES.get(name, ""), source.top.get(OTHER_NAMES.get(name, ""))),
     )
-    for key, value in named:
-        if value is not None:
-            if type(value) is not bool:
-                raise source.wrong(key, value, "must be true or false")
-            return value
+    told = {key: value for key, value in named if value is not None}
+    for key, value in told.items():
+        if type(value) is not bool:
+            raise source.wrong(key, value, "must be true or false")
+    if len(set(told.values())) > 1:
+        raise source.wrong(name, told[name], f"contradicts {json.dumps(told)}; mend one of them")
+    if told:
+        return next(iter(told.values()))
     return source.nested and name == "norm_before_residual"
 
 

@@ -10,7 +10,7 @@ THETA = "rope_theta"
 LLAMA_THETA = 10000.0  # what every reader takes where a file has no base
 ORIGINAL = "original_max_position_embeddings"  # some files have it beside the table
 OTHER_NAMES = {"su": "longrope", "mrope": "default"}  # of text alone the three positions are one
-NEEDED = {  # by type, what its table cannot do without
+ROPE_NEEDS = {  # by type, what its table cannot do without
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
@@ -46,9 +46,9 @@ def rope_of(
         raise ConfigError(f"{place}: {THETA}={table[THETA]!r}: must be a number above 0")
     refuse_part(place, table, layer)
     kind = table["rope_type"]
-    if ORIGINAL in NEEDED.get(kind, ()) and ORIGINAL not in table and layer.get(ORIGINAL):
+    if ORIGINAL in ROPE_NEEDS.get(kind, ()) and ORIGINAL not in table and layer.get(ORIGINAL):
         table[ORIGINAL] = layer[ORIGINAL]
-    missing = [key for key in NEEDED.get(kind, ()) if key not in table]
+    missing = [key for key in ROPE_NEEDS.get(kind, ()) if key not in table]
     if missing:
         raise ConfigError(f"{place}: rope of type {kind} lacks {', '.join(missing)}; add it")
     table.pop("partial_rotary_factor", None)

@@ -6,14 +6,13 @@ from conf.schema import ExportFormat
 from models.export.layout import Layout
 from models.export.llamacpp import LLAMACPP
 from models.export.sglang import SGLANG
-from models.export.speculators import ARCHITECTURE, SPECULATORS
+from models.export.speculators import SPECULATORS
 from models.export.trtllm import TRTLLM
-from models.export.vllm import LLAMA, QWEN3, VLLM
+from models.export.vllm import VLLM
 
 LAYOUTS: dict[ExportFormat, Layout] = {
     layout.format: layout for layout in (VLLM, SPECULATORS, SGLANG, LLAMACPP, TRTLLM)
 }
-ARCHITECTURES = {LLAMA, QWEN3, ARCHITECTURE}  # any of them in a config.json: an EAGLE-3 head
 assert set(LAYOUTS) == set(ExportFormat)
 
 

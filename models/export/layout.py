@@ -15,6 +15,7 @@ from models.export.card import CardFacts
 from models.facts import VerifierFacts
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+ORIGIN = "eyrie.json"  # what the head was made from; no engine reads it
 MIDLAYER, NUMBERED = "midlayer.", "layers.0."  # two spellings of the one decoder layer
 EMBEDDING = "embed_tokens.weight"  # left out where the engine then shares the verifier's
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -68,7 +69,7 @@ class Layout:
 @dataclass(frozen=True)
 class TensorSpec:
     shape: tuple[int, ...]
-    dtype: str  # as safetensors spells it
+    dtype: str  # as safetensors spells it; empty: any
 
 
 PLAIN_KEYS = {  # DraftConfig field -> key, for every engine that reads one flat config.json
@@ -103,14 +104,22 @@ def value_at(config: dict[str, Any], path: str) -> Any:
     return found
 
 
+def fields_of(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Field of DraftConfig -> what config.json has for it, ABSENT where it has nothing."""
+    return {name: value_at(config, path) for name, path in layout.keys.items()}
+
+
 def draft_config_of(config: dict[str, Any], layout: Layout) -> DraftConfig:
     """The head that a config.json describes. Raises ConfigError naming the missing keys."""
-    values = {name: value_at(config, path) for name, path in layout.keys.items()}
+    values = fields_of(config, layout)
     missing = [layout.keys[name] for name, value in values.items() if value is ABSENT]
     if missing:
         raise ConfigError(f"{CONFIG}: {', '.join(missing)} missing; export the head again")
-    values["qk_norm"] = values["qk_norm"] == "qwen3"
-    return DraftConfig(**values)
+    return draft_of(values)
+
+
+def draft_of(values: dict[str, Any]) -> DraftConfig:
+    return DraftConfig(**{**values, "qk_norm": values["qk_norm"] == "qwen3"})
 
 
 def setting_of(config: dict[str, Any], layout: Layout) -> Setting:
@@ -120,10 +129,16 @@ def setting_of(config: dict[str, Any], layout: Layout) -> Setting:
     return Setting(**values)
 
 
-def expected_tensors(draft: DraftConfig, layout: Layout, dtype: Precision) -> dict[str, TensorSpec]:
-    """Name -> shape and dtype of every tensor in model.safetensors: no more, no less."""
+def expected_tensors(
+    draft: DraftConfig, layout: Layout, dtype: Precision | None
+) -> dict[str, TensorSpec]:
+    """Name -> shape and dtype of every tensor in model.safetensors: no more, no less.
+
+    Without ``dtype`` that of the weights is left open.
+    """
+    stored = STORED[dtype] if dtype else ""
     expected = {
-        respell(name, layout.layer): TensorSpec(shape, STORED[dtype])
+        respell(name, layout.layer): TensorSpec(shape, stored)
         for name, shape in weight_shapes(draft).items()
     }
     if draft.draft_vocab_size < draft.vocab_size:  # with equal sizes vLLM refuses a d2t
@@ -131,7 +146,7 @@ def expected_tensors(draft: DraftConfig, layout: Layout, dtype: Precision) -> di
         if layout.membership:
             expected["t2d"] = TensorSpec((draft.vocab_size,), "BOOL")
     if layout.embedding:
-        expected[EMBEDDING] = TensorSpec((draft.vocab_size, draft.hidden_size), STORED[dtype])
+        expected[EMBEDDING] = TensorSpec((draft.vocab_size, draft.hidden_size), "")
     return expected
 
 

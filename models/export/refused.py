@@ -14,7 +14,7 @@ PARALLEL = ("parallel_drafting", "pard_token", "ptd_token_id", "mask_token_id")
 def refusals(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
     """Why this head is none of ours, a sentence each. ``layer``: the part on the decoder layer."""
     yield from other_kinds(top, layer)
-    yield from other_sizes(layer)
+    yield from other_sizes(top, layer)
     yield from other_steps(layer, layer.get("eagle_config") or {})
     for key in QUANTISED:
         if top.get(key) or layer.get(key):
@@ -40,9 +40,9 @@ def other_kinds(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def other_sizes(layer: dict[str, Any]) -> Iterator[str]:
+def other_sizes(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
     count, width = layer.get("num_hidden_layers", 1), layer.get("hidden_size")
-    target = layer.get("target_hidden_size")
+    target = layer.get("target_hidden_size", top.get("target_hidden_size"))
     if count != 1:
         yield f"num_hidden_layers={count}: a head of more than one layer; {ONE_LAYER}"
     if target not in (None, width):

@@ -42,5 +42,6 @@ SGLANG = Layout(
     plain_config,
     refusals,
     serve,
+    last_stream=False,  # captured before a layer, and none comes after the last
     both_spellings=False,  # the 2025 revision ignores the other without a word
 )

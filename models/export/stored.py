@@ -17,6 +17,7 @@ from torch import Tensor
 
 from conf.schema import ConfigError
 from models.eagle3 import DraftConfig
+from models.export.check_tensors import is_absolute
 from models.export.layout import EMBEDDING, MIDLAYER, NUMBERED, WEIGHTS
 from models.export.refused import ONE_LAYER
 from models.verifier import VerifierEnds
@@ -162,7 +163,8 @@ def vocabulary(stored: Stored, config: DraftConfig) -> Tensor:
     if t2d is not None and tuple(t2d.shape) != (total,):
         raise wrong(f"t2d: of shape {tuple(t2d.shape)}, must be ({total},)")
     marked = None if t2d is None else t2d.bool().nonzero().flatten()
-    absolute = marked is not None and torch.equal(d2t.long(), marked) and not torch.equal(d2t, ids)
+    absolute = is_absolute(d2t.long(), None if t2d is None else t2d.bool())
+    absolute = absolute and not torch.equal(d2t.long(), ids)
     if absolute or ids.min() < 0 or ids.max() >= total or ids.unique().numel() < size:
         hint = "; these are absolute ids" if absolute else ""
         raise wrong(

@@ -17,11 +17,13 @@ from models.draft_file import load_draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts, card_of_run, write_card
 from models.export.check import check
-from models.export.engines import ARCHITECTURES, LAYOUTS
+from models.export.engines import LAYOUTS
 from models.export.layout import (
     CARD,
     CONFIG,
     MIDLAYER,
+    ORIGIN,
+    STORED,
     WEIGHTS,
     Layout,
     Setting,
@@ -91,6 +93,7 @@ def export(
         temporary.mkdir(parents=True)
         setting = Setting.of(facts, card, dtype)
         write_files(draft, setting, temporary, layout)
+        (temporary / ORIGIN).write_text(origin_of(card), encoding="utf-8")
         if card.tokens is not None:
             shutil.copyfile(card.tokens, temporary / TOKENS)
         text = write_card(card, draft.config, layout.serve(card, draft.config, folder))
@@ -108,6 +111,17 @@ def export(
     return folder
 
 
+def origin_of(card: CardFacts) -> str:
+    """The verifier that the head learnt from, for ``check`` to compare with another."""
+    origin = {
+        "verifier": card.verifier,
+        "revision": card.revision,
+        "fingerprint": card.verifier_fingerprint,
+        "states": card.verifier_dtype,
+    }
+    return json.dumps(origin, indent=2) + "\n"
+
+
 def write_files(draft: Eagle3Draft, setting: Setting, folder: Path, layout: Layout) -> None:
     tensors = tensors_of(draft, layout, Precision(setting.dtype))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -122,8 +136,15 @@ def tensors_of(draft: Eagle3Draft, layout: Layout, dtype: Precision) -> dict[str
     chosen = {}
     for name, spec in expected_tensors(draft.config, layout, dtype).items():
         tensor = state[respell(name, MIDLAYER)].detach().cpu()
-        chosen[name] = tensor.to(KINDS[spec.dtype]).contiguous()
+        kind = KINDS[spec.dtype or exact(tensor, dtype)]
+        chosen[name] = tensor.to(kind, copy=True).contiguous()
     return chosen
+
+
+def exact(table: Tensor, dtype: Precision) -> str:
+    """``dtype`` where it holds every entry of the verifier's table, else float32."""
+    same = torch.equal(table.to(KINDS[STORED[dtype]]).to(table.dtype), table)
+    return STORED[dtype if same else Precision.float32]
 
 
 def judge(config: DraftConfig, facts: VerifierFacts, layout: Layout) -> None:
@@ -158,9 +179,7 @@ def refuse_foreign(folder: Path) -> None:
         raise ConfigError(f"{folder}: is no folder; give a folder to write to")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    config = folder / CONFIG
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
-    if not any(name in text for name in ARCHITECTURES):
+    if not (folder / ORIGIN).is_file() or not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: holds something else than an export; give another folder")
 
 

@@ -83,13 +83,23 @@ def test_every_flag_is_read(judge, dialect, flag):
     ("change", "flag"),
     [
         (put(use_aux_norm=True), "fc_norm"),
-        (put(eagle_config={"norm_before_fc": True}, norm_before_fc=False), "norm_before_fc"),
+        (put(eagle_config={"norm_before_fc": True}), "norm_before_fc"),
         (put(eagle_config={"return_hidden_post_norm": True}), "norm_output"),
     ],
 )
 def test_other_names_of_flags(judge, change, flag):
     found = judge(change).draft
     assert [name for name in FLAGS if getattr(found, name)] == [flag]
+
+
+@pytest.mark.parametrize(
+    ("nested", "flag"),
+    [("norm_before_fc", "norm_before_fc"), ("return_hidden_post_norm", "norm_output")],
+)
+def test_flags_that_contradict_are_refused(judge, nested, flag):
+    """vLLM and TensorRT-LLM would run two different heads."""
+    with pytest.raises(ConfigError, match=f"{flag}=false: contradicts"):
+        judge(put(eagle_config={nested: True}, **{flag: False}))
 
 
 # ---- layer ids -----------------------------------------------------------------------------

@@ -128,14 +128,53 @@ def test_speculators_wants_its_own_spelling(make_head, facts_of, plain_card, tmp
     assert any("midlayer.hidden_norm.weight: unknown" in one for one in findings)
 
 
-def test_speculators_takes_no_stream_after_the_last_layer(
-    make_head, facts_of, plain_card, tmp_path
-):
+@pytest.mark.parametrize("layout", [SPECULATORS, SGLANG], ids=lambda one: one.format.value)
+def test_no_stream_after_the_last_layer(layout, make_head, facts_of, plain_card, tmp_path):
+    """They capture before a layer, and none comes after the last."""
     draft = make_head(aux_layers=[2, 4, LAYERS])
     facts = facts_of(draft.config)
-    with pytest.raises(ConfigError, match=r"aux_layers=\[2, 4, 8\]: speculators takes ids below 8"):
-        export(draft, facts, tmp_path / "x", plain_card, Precision.float32, SPECULATORS)
+    words = rf"aux_layers=\[2, 4, 8\]: {layout.engine} takes ids below 8"
+    with pytest.raises(ConfigError, match=words):
+        export(draft, facts, tmp_path / "x", plain_card, Precision.float32, layout)
     export(draft, facts, tmp_path / "y", plain_card, Precision.float32, VLLM)
+
+
+def test_absolute_ids_are_seen_without_a_membership(make_head, facts_of, plain_card, tmp_path):
+    """TensorRT-LLM's folders have no t2d to compare with; twice the id is still an id here."""
+    draft = make_head()
+    ids = torch.arange(0, 80, 2)
+    ids[1] = 1  # two neighbours, as any vocabulary has
+    draft.d2t.copy_(ids - torch.arange(40))
+    draft.t2d.zero_()[ids] = True
+    place = tmp_path / "x"
+    export(draft, facts_of(draft.config), place, plain_card, Precision.float32, TRTLLM)
+    assert check(place) == []
+    tensors = load_file(place / WEIGHTS)
+    tensors["d2t"] = ids.int()
+    save_file(tensors, place / WEIGHTS, metadata={"format": "pt"})
+    assert any("d2t" in one and "absolute ids" in one for one in check(place))
+
+
+@pytest.mark.parametrize("verifier", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_embedding_is_the_verifiers_to_the_bit(
+    verifier, make_head, facts_of, plain_card, tmp_path
+):
+    """User report B64: a copy that is rounded is another one to an engine that compares."""
+    draft = make_head()
+    table = draft.embed_tokens.weight
+    table.copy_(table.to(verifier))
+    place = tmp_path / "x"
+    export(draft, facts_of(draft.config), place, plain_card, Precision.bfloat16, SPECULATORS)
+    stored = load_file(place / WEIGHTS)
+    assert torch.equal(stored["embed_tokens.weight"].float(), table)
+    assert stored["fc.weight"].dtype is torch.bfloat16
+
+
+def test_vllm_is_judged_by_the_format_that_it_reads(make_head, facts_of, plain_card, tmp_path):
+    draft, place = make_head(), tmp_path / "x"
+    export(draft, facts_of(draft.config), place, plain_card, Precision.float32, SPECULATORS)
+    assert check(place, layout=VLLM) == []
+    assert check(place, layout=SGLANG) != []
 
 
 @dataclass(frozen=True)

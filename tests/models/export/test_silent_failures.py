@@ -97,3 +97,23 @@ def test_the_folder_alone_shows_it(folder: Path, layout: Layout, mistake: str):
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     for findings in (check(folder), check(folder, None, layout)):
         assert any(is_about(finding, field) for finding in findings), findings
+
+
+LEFT_OUT = ("norm_output", "fc_norm", "rms_norm_eps", "rope_parameters", "torch_dtype")
+
+
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if name != "no rotary base"])
+def test_a_folder_that_leaves_keys_out_is_judged_all_the_same(make_head, export_head, mistake):
+    """As published heads are: few flags, the older RoPE spelling, no dtype."""
+    folder = export_head(make_head(aux_layers=[1, 3, 6]))
+    change, field = MISTAKES[mistake]
+    config = json.loads((folder / CONFIG).read_text())
+    for key in LEFT_OUT:
+        del config[key]
+    tensors = load_file(folder / WEIGHTS)
+    change(config, tensors)
+    (folder / CONFIG).write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    findings = check(folder)
+    assert any(is_about(finding, field) for finding in findings), findings
+    assert all(any(key in finding for finding in findings) for key in LEFT_OUT)

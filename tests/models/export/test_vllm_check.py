@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conf.schema import Precision
+from conf.schema import ConfigError, Precision
 from models.export.check import check
 from models.export.layout import expected_tensors
 from models.export.vllm import VLLM
+from models.export.write import export
+from models.verifier import weights_fingerprint
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 
@@ -207,6 +210,18 @@ def test_every_key_of_eagle_config_is_missed(folder):
             {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}},
             ("partial_rotary_factor=0.5", "rotate a part"),
         ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            ("rope_parameters", "rope_theta > 0"),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            ("type yarn lacks factor, original_max_position_embeddings",),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            ("type longrope lacks short_factor, long_factor",),
+        ),
         ({"head_dim": 12}, ("q_proj", "(128, 96)", "(48, 96)")),
         ({"head_dim": None}, ("head_dim=None", "at least 1")),
         ({"hidden_size": 64}, ("fc.weight", "shape")),
@@ -274,6 +289,7 @@ def test_truncated_weights_and_foreign_metadata_are_findings(folder):
 def test_an_embedding_must_be_the_verifiers(make_head, export_head, tmp_path):
     draft = make_head()
     folder = export_head(draft)
+    (folder / "eyrie.json").unlink()  # as of a head that others wrote
     verifier = tmp_path / "verifier"
     verifier.mkdir()
     sizes = {"hidden_size": 48, "vocab_size": 128, "num_hidden_layers": 8}
@@ -294,7 +310,31 @@ def test_an_embedding_must_be_the_verifiers(make_head, export_head, tmp_path):
     assert "embed_tokens.weight: differs" in findings[0]
 
 
+@pytest.mark.parametrize("content", ["[]", "{", '{"hidden_size": 48}', '{"text_config": 5}'])
+def test_a_verifier_that_is_none_is_named(folder, tmp_path, content):
+    place = tmp_path / "verifier"
+    place.mkdir()
+    with pytest.raises(ConfigError, match=r"holds no config.json; give the verifier's folder"):
+        check(folder, place)
+    (place / CONFIG).write_text(content)
+    with pytest.raises(ConfigError, match=r"config.json: .*give"):
+        check(folder, place)
+
+
+def test_other_weights_than_those_learnt_from_are_a_finding(
+    make_head, facts_of, plain_card, tmp_path, tiny_verifier
+):
+    """User report B69, by the fingerprint that the export carries."""
+    draft = make_head()
+    card = replace(plain_card, verifier_fingerprint=weights_fingerprint(tiny_verifier))
+    folder = export(draft, facts_of(draft.config), tmp_path / "own", card)
+    assert not any("fingerprint" in one for one in check(folder, tiny_verifier))
+    other = export(draft, facts_of(draft.config), tmp_path / "other", plain_card)
+    assert any("eyrie.json: fingerprint=0123abcd" in one for one in check(other, tiny_verifier))
+
+
 def test_sizes_and_layers_are_compared_with_the_verifier(folder, tmp_path):
+    (folder / "eyrie.json").unlink()
     verifier = tmp_path / "verifier"
     verifier.mkdir()
     sizes = {"hidden_size": 64, "vocab_size": 129, "num_hidden_layers": 4}

@@ -235,9 +235,9 @@ def test_an_older_export_is_replaced_and_other_folders_are_not(make_head, export
     (folder / "stray.txt").write_text("from an older export")
     export_head(make_head(fc_norm=True))
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["README.md", "config.json", "model.safetensors"]
+    assert names == ["README.md", "config.json", "eyrie.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["vllm"]
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (folder / "eyrie.json").unlink()  # a head that somebody fetched
     with pytest.raises(ConfigError, match="holds something else"):
         export_head(make_head())
 
