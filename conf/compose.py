@@ -11,7 +11,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.rules import validate
@@ -51,10 +51,17 @@ def load_saved(path: Path) -> RunConfig:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give the folder of a run made by train/main.py")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise ValueError("it is a list")
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), loaded)
         cfg = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(one_sentence(error, [str(path)])) from error
+    except (OSError, ValueError) as error:  # another kind of document, or no text
+        raise ConfigError(
+            f"{path}: not a run's configuration ({error}); put back what train/main.py wrote"
+        ) from error
     assert isinstance(cfg, RunConfig)
     return cfg
 

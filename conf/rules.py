@@ -231,8 +231,17 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
             f"data.template_kwargs.{min(taken)}: Eyrie sets it; remove it and give the template's "
             "own arguments, such as enable_thinking"
         )
+    if fault := licence_fault(cfg.export.licence):
+        yield f"export.{fault}"
     if cfg.log.breakdown < 0:
         yield f"log.breakdown={cfg.log.breakdown}: must not be negative; try log.breakdown=10"
+
+
+def licence_fault(licence: str | None) -> str | None:
+    """Why a licence cannot stand in a card's front matter; None: it can."""
+    if licence is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", licence):
+        return None
+    return f"licence={licence!r}: must be one word as hubs spell it, such as apache-2.0; give that"
 
 
 def answers(cfg: RunConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from conf.compose import load_saved, sentence_on_error
+from conf.rules import licence_fault
 from conf.runtime import say
 from conf.schema import ConfigError, ExportFormat, Precision, RunConfig
 from data.origin import data_facts
@@ -109,6 +110,9 @@ def export_all(chosen: Namespace) -> None:
         )
     cfg = load_saved(head.parent / "config.yaml")
     if chosen.licence:
+        fault = licence_fault(chosen.licence)
+        if fault:
+            raise ConfigError(f"--{fault}")
         cfg = replace(cfg, export=replace(cfg.export, licence=chosen.licence))
     data, dtype = known_data(cfg), Precision(chosen.dtype)
     kinds = [ExportFormat(kind) for kind in chosen.to or [ExportFormat.vllm.value]]

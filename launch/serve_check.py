@@ -91,13 +91,13 @@ def parser() -> Parser:
     add("--api-key-env", metavar="NAME", help="with --url: environment variable with the key")
     add("--vllm-python", metavar="PATH", help="interpreter that has vllm; default .venv-vllm's")
     add("--server-args", metavar="WORDS", help="more arguments for the server that is started")
-    add("--start-timeout", type=float, metavar="SECONDS", help=f"default: {START_TIMEOUT:g}")
+    add("--start-timeout", type=seconds, metavar="SECONDS", help=f"default: {START_TIMEOUT:g}")
     add("--prompts", type=count, metavar="COUNT", help="of the report; default: all of them")
     add("--tokens", type=count, help="most of an answer; default: as in the report")
     add("--n", type=count, help="guesses a round; default: as in the report")
     add("--dtype", choices=DTYPES, help="the server's; default: that of the head's training states")
     add("--chat", action="store_true", help="send messages, through the server's own template")
-    add("--timeout", type=float, default=600.0, help="seconds an answer may take (%(default)s)")
+    add("--timeout", type=seconds, default=600.0, help="seconds an answer may take (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write every figure there, too")
     return words
 
@@ -105,6 +105,13 @@ def parser() -> Parser:
 def count(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
         raise ValueError(text)
     return value
 
@@ -117,6 +124,10 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(chosen, name) is not None:
             option = f"--{name.replace('_', '-')}"
             words.error(f"{option}: has no effect {'with' if chosen.url else 'without'} --url")
+    try:
+        split(chosen.server_args or "")
+    except ValueError as error:
+        words.error(f"--server-args={chosen.server_args}: {error}; close the quotation")
     with sentence_on_error():
         job = prepare(chosen)
         say(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import ConfigError, DraftSection, HeadInit
+from models.draft_limits import faults
 from models.layers import DraftAttention, GatedMLP, MidLayer, StreamNorm
 from models.memory import Memory
 from models.rope import Rope, settled
@@ -69,7 +70,7 @@ class DraftConfig:
         """Raises ConfigError when the text is no JSON, or has other keys or kinds of values."""
         try:
             config = cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"draft.json: not a draft of this version ({error})") from error
         for field, kind in get_type_hints(cls).items():
             value, kinds = getattr(config, field), get_origin(kind) or kind
@@ -78,6 +79,8 @@ class DraftConfig:
                     f"draft.json: {field}={value!r}: must be of kind {kinds.__name__}; give the "
                     "file as training wrote it"
                 )
+        for fault in faults(config):
+            raise ConfigError(f"draft.json: {fault}; give the file as training wrote it")
         return config
 
 

@@ -23,6 +23,7 @@ from models.draft_file import CONFIG as DRAFT
 from models.draft_file import WEIGHTS as DRAFT_WEIGHTS
 from models.eagle3 import DraftConfig
 from models.export.check import check
+from models.export.dialect import read_config
 from models.export.layout import CONFIG, WEIGHTS
 from models.verifier import weights_fingerprint
 
@@ -70,12 +71,9 @@ def head_side(folder: Path, run: Path) -> HeadSide:
             f"{folder}: holds no exported head; write it with python -m launch.export {best} "
             "--to vllm, or name its folder by --head"
         )
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{folder / CONFIG}: not JSON ({error}); export the head again") from None
-    inner = config.get("transformer_layer_config") or config
-    listed = config.get(AUX) or (config.get("eagle_config") or {}).get(AUX)
+    source = read_config(folder)
+    inner = source.layer
+    listed = source.top.get(AUX) or source.eagle.get(AUX)
     return HeadSide(
         folder=folder,
         draft=DraftConfig.from_json((best / DRAFT).read_text()),

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from conf.runtime import say
@@ -128,7 +129,7 @@ def read_figures(head: Path) -> Figures:
         if Path(settings["draft"]).name != head.name or measured != held_out:
             say(f"{head.parent / 'eval' / 'report.json'} is of another head: left out of the card")
             return Figures(held_out_tau=held_out)
-        return Figures(
+        figures = Figures(
             tau=report["tau"],
             floor_tau=report["ngram_floor"]["tau"],
             held_out_tau=held_out,
@@ -144,10 +145,23 @@ def read_figures(head: Path) -> Figures:
             speed_dtype=settings["eval"]["speed_dtype"],
             machine="CPU" if settings["device"] == "CPU" else "GPU",
         )
+        return refuse_odd(figures, head.parent / "eval" / "report.json")
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{head.parent}/eval/report.json: {error} missing; run python -m eval.main again"
         ) from error
+
+
+def refuse_odd(figures: Figures, report: Path) -> Figures:
+    """Raise ConfigError for a figure that is no number: a card would print it."""
+    alphas = figures.alpha_by_depth
+    numbers = [figures.tau, figures.floor_tau, figures.speedup_decode, figures.speedup_end_to_end]
+    shares: list[object] = [*numbers, *(alphas if isinstance(alphas, list) else ["no list"])]
+    counts = [figures.checked, figures.identical, figures.n_draft, figures.best_n]
+    fine = all(type(n) in (int, float, NoneType) for n in shares)
+    if not fine or not all(n is None or (type(n) is int and n >= 0) for n in counts):
+        raise ConfigError(f"{report}: figures that are no numbers; run python -m eval.main again")
+    return figures
 
 
 def read_json(path: Path) -> dict[str, Any]:

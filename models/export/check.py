@@ -11,11 +11,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from conf.schema import Precision
+from models.draft_limits import LARGEST, rope_faults
 from models.eagle3 import DraftConfig
 from models.export.check_tensors import numbers, tensors, vocabulary
 from models.export.check_verifier import against_verifier
 from models.export.dialect import LLAMA_EPS, LLAMA_LIMIT
-from models.export.dialect_rope import LLAMA_THETA, ROPE_NEEDS
+from models.export.dialect_rope import LLAMA_THETA
 from models.export.engines import layout_of
 from models.export.layout import (
     ABSENT,
@@ -32,7 +33,6 @@ from models.export.layout import (
 )
 from models.export.speculators import SPECULATORS
 from models.export.vllm import VLLM
-from models.rope import STATIC_TYPES
 
 NEEDED = {"hidden_size", "intermediate_size", "num_heads", "vocab_size"}  # no default stands in
 POSITIVE = (
@@ -100,7 +100,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{WEIGHTS}: missing in {folder}"]
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, [f"{CONFIG}: not JSON ({error})"]
     if not isinstance(config, dict):
         return {}, [f"{CONFIG}: must hold an object"]
@@ -126,8 +126,8 @@ def kinds(found: dict[str, Any], layout: Layout) -> Iterator[str]:
 
     there = {name for name, value in found.items() if value is not ABSENT}
     for name in POSITIVE:
-        if name in there and (type(found[name]) is not int or found[name] < 1):
-            yield f"{named(name)}: must be an integer of at least 1"
+        if name in there and (type(found[name]) is not int or not 1 <= found[name] <= 2**31):
+            yield f"{named(name)}: must be an integer of at least 1, and possible"
     for flag in NORM_FLAGS:
         if flag in there and type(found[flag]) is not bool:
             yield f"{named(flag)}: must be true or false"
@@ -136,11 +136,12 @@ def kinds(found: dict[str, Any], layout: Layout) -> Iterator[str]:
         yield f"{named('qk_norm')}: must be llama or qwen3"
     if "rms_norm_eps" in there and (not isinstance(eps, float) or not 0 < eps < 1):
         yield f"{named('rms_norm_eps')}: must be a number between 0 and 1"
-    whole = isinstance(ids, list) and ids and all(type(n) is int and n >= 1 for n in ids)
+    whole = isinstance(ids, list) and ids and all(type(n) is int and 1 <= n <= LARGEST for n in ids)
     if "aux_layers" in there and (not whole or sorted(set(ids)) != ids):
         yield f"{named('aux_layers')}: must be ascending, unique ids of at least 1"
     if "rope" in there:
-        yield from rope(found["rope"])
+        width = found["head_dim"] if type(found["head_dim"]) is int else 0
+        yield from rope(found["rope"], width)
 
 
 def assumed(config: dict[str, Any], found: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -165,26 +166,18 @@ def assumed(config: dict[str, Any], found: dict[str, Any], layout: Layout) -> di
     return {name: default[name] if value is ABSENT else value for name, value in found.items()}
 
 
-def rope(parameters: object) -> Iterator[str]:
-    theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    if not isinstance(parameters, dict) or type(theta) not in (int, float) or theta <= 0:
-        yield f"{CONFIG}: rope_parameters={parameters!r}: must name rope_type and a rope_theta > 0"
-        return
-    kind = parameters.get("rope_type")
-    if not isinstance(kind, str) or kind not in STATIC_TYPES:
-        yield f"{CONFIG}: rope_type={kind!r}: must be one of {', '.join(STATIC_TYPES)}"
-        return
-    lacking = [key for key in ROPE_NEEDS.get(kind, ()) if key not in parameters]
-    if lacking:
-        yield f"{CONFIG}: rope_parameters of type {kind} lacks {', '.join(lacking)}"
-    if parameters.get("short_factor") != parameters.get("long_factor"):
+def rope(parameters: object, head_dim: int) -> Iterator[str]:
+    """Values that no table can have, and what engines would compute otherwise."""
+    yield from (f"{CONFIG}: {fault}" for fault in rope_faults(parameters, head_dim))
+    table = parameters if isinstance(parameters, dict) else {}
+    if table.get("short_factor") != table.get("long_factor"):
         yield (
             f"{CONFIG}: rope_parameters: short_factor and long_factor differ; engines choose "
             "between them by the length they serve, the head has one table"
         )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if table.get("partial_rotary_factor", 1.0) != 1.0:
         yield (
-            f"{CONFIG}: partial_rotary_factor={parameters['partial_rotary_factor']}: engines would "
+            f"{CONFIG}: partial_rotary_factor={table['partial_rotary_factor']}: engines would "
             "rotate a part of each head, training rotates all of it"
         )
 
@@ -205,6 +198,11 @@ def keys(config: dict[str, Any], draft: DraftConfig, layout: Layout) -> Iterator
     if setting.dtype not in [kind.value for kind in STORED]:
         key = layout.setting_keys["dtype"]
         yield f"{CONFIG}: {key}={setting.dtype!r}: must be float32 or bfloat16"
+    for name, value in (("bos", setting.bos), ("eos", setting.eos)):
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(n) is int and 0 <= n < draft.vocab_size for n in ids):
+            key = layout.setting_keys[name]
+            yield f"{CONFIG}: {key}={value!r}: must be token ids below {draft.vocab_size}, or null"
     if "verifier" in layout.setting_keys and not setting.verifier:
         key = layout.setting_keys["verifier"]
         yield f"{CONFIG}: {key}={setting.verifier!r}: must name the verifier, which is loaded by it"

@@ -115,6 +115,6 @@ def numbers(file: Any) -> Iterator[str]:
     for name in sorted(file.keys()):
         tensor = file.get_tensor(name)
         if tensor.is_floating_point():
-            bad = int((~torch.isfinite(tensor)).sum())
+            bad = int((~torch.isfinite(tensor.float())).sum())
             if bad:
                 yield f"{WEIGHTS}: {name}: {bad} of {tensor.numel()} values are not finite"

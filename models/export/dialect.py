@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import ConfigError
+from models.draft_limits import faults
 from models.eagle3 import DraftConfig
 from models.export.dialect_rope import rope_of
 from models.export.layout import CONFIG, NORM_FLAGS
@@ -96,10 +97,8 @@ def described(folder: Path, facts: VerifierFacts) -> Described:
         **flags,
         qk_norm=norms_query_and_key(source),
     )
-    if draft.num_heads % draft.num_kv_heads:
-        raise source.wrong(
-            "num_key_value_heads", draft.num_kv_heads, f"must divide num_attention_heads={heads}"
-        )
+    for fault in faults(draft):
+        raise ConfigError(f"{source.place}: {fault}; give a folder as it was published")
     return Described(draft, source.assumed)
 
 
@@ -110,11 +109,17 @@ def read_config(folder: Path) -> Source:
         raise ConfigError(f"{folder}: holds no {CONFIG}; give a published head, or a best/ folder")
     try:
         top = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON ({error}); fetch the head again") from error
     if not isinstance(top, dict):
         raise ConfigError(f"{path}: must hold an object; fetch the head again")
     layer = top.get("transformer_layer_config", top)
+    for key in ("architectures", "layer_types"):
+        for part in (top, layer if isinstance(layer, dict) else {}):
+            if not isinstance(part.get(key) or [], list):
+                raise ConfigError(
+                    f"{path}: {key}={part[key]!r}: must be a list; fetch the head again"
+                )
     if not isinstance(layer, dict) or not isinstance(layer.get("eagle_config") or {}, dict):
         raise ConfigError(
             f"{path}: transformer_layer_config and eagle_config must be objects; fetch the head "

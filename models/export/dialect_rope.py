@@ -4,18 +4,12 @@ import json
 from typing import Any
 
 from conf.schema import ConfigError
+from models.draft_limits import ORIGINAL, ROPE_NEEDS, is_positive, rope_faults
 from models.rope import STATIC_TYPES, Rope, settled, table_for_llama
 
 THETA = "rope_theta"
 LLAMA_THETA = 10000.0  # what every reader takes where a file has no base
-ORIGINAL = "original_max_position_embeddings"  # some files have it beside the table
 OTHER_NAMES = {"su": "longrope", "mrope": "default"}  # of text alone the three positions are one
-ROPE_NEEDS = {  # by type, what its table cannot do without
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-    "yarn": ("factor", ORIGINAL),
-    "longrope": ("short_factor", "long_factor", ORIGINAL),
-}
 
 
 def rope_of(
@@ -34,6 +28,9 @@ def rope_of(
         )
     table = new or old or {"rope_type": "default"}
     bases = [base for base in (table.get(THETA), layer.get(THETA)) if base is not None]
+    for base in bases:
+        if not is_positive(base):
+            raise ConfigError(f"{place}: {THETA}={base!r}: must be a number above 0")
     if len(set(bases)) > 1:
         raise ConfigError(
             f"{place}: {THETA}={bases[1]}, and rope_parameters has {bases[0]}; mend the one that "
@@ -42,16 +39,13 @@ def rope_of(
     if not bases:
         assumed.append(f"{THETA} is not in config.json: {LLAMA_THETA:g} is assumed")
     table[THETA] = bases[0] if bases else LLAMA_THETA
-    if type(table[THETA]) not in (int, float) or table[THETA] <= 0:
-        raise ConfigError(f"{place}: {THETA}={table[THETA]!r}: must be a number above 0")
     refuse_part(place, table, layer)
     kind = table["rope_type"]
     if ORIGINAL in ROPE_NEEDS.get(kind, ()) and ORIGINAL not in table and layer.get(ORIGINAL):
         table[ORIGINAL] = layer[ORIGINAL]
-    missing = [key for key in ROPE_NEEDS.get(kind, ()) if key not in table]
-    if missing:
-        raise ConfigError(f"{place}: rope of type {kind} lacks {', '.join(missing)}; add it")
     table.pop("partial_rotary_factor", None)
+    for fault in rope_faults(table, head_dim):
+        raise ConfigError(f"{place}: {fault}; mend it")
     return settled(Rope(head_dim, limit, table))
 
 
@@ -67,8 +61,8 @@ def spelt(place: str, key: str, value: object) -> dict[str, Any]:
         )
     kept = {name: entry for name, entry in table.items() if entry is not None}
     named = kept.get("rope_type", "default")
-    kept["rope_type"] = kind = OTHER_NAMES.get(named, named)
-    if kind not in STATIC_TYPES:
+    kept["rope_type"] = kind = OTHER_NAMES.get(named, named) if isinstance(named, str) else named
+    if not isinstance(kind, str) or kind not in STATIC_TYPES:
         raise ConfigError(
             f"{place}: {key}: rope_type={kind} is not supported by the draft; supported are "
             f"{', '.join(STATIC_TYPES)}"

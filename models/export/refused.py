@@ -34,7 +34,7 @@ def other_kinds(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
     elif model not in LAYERS:
         yield f"model_type={model}: its layer is none of {', '.join(LAYERS)}; {ONE_LAYER}"
     for key in PARALLEL:
-        if layer.get(key) not in (None, False) or top.get(key) not in (None, False):
+        if any(part.get(key) is not None and part[key] is not False for part in (layer, top)):
             yield f"{key}: a head for parallel drafting, which fills places with mask_hidden; " + (
                 "give one that drafts token by token"
             )

@@ -144,6 +144,8 @@ def test_bad_input_is_one_sentence(run, capsys, tmp_path):
     assert "--help" in refused(capsys, str(run / "best"), "--check", str(run))
     assert "invalid choice: 'tensorrt'" in refused(capsys, str(run / "best"), "--to", "tensorrt")
     assert "is no head" in refused(capsys, str(tmp_path / "nothing"))
+    two_lines = refused(capsys, str(run / "best"), "--licence", "a: b\n---")
+    assert two_lines.startswith("--licence=") and "one word" in two_lines
     assert "no such folder" in refused(capsys, "--check", str(tmp_path / "nothing"))
     assert "draft.json" in refused(capsys, make(run / "new"))
     lonely = make(tmp_path / "a" / "best")
@@ -170,3 +172,19 @@ def test_it_runs_as_a_module():
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1].startswith("--check no/such/folder: no such folder")
+
+
+def test_several_engines_at_once(run, tmp_path, capsys):
+    out = tmp_path / "heads"
+    assert main([str(run / "best"), "--to", "vllm", "speculators", "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["speculators", "vllm"]
+    said = capsys.readouterr().out
+    assert f"vllm serve {out / 'speculators'}" in said
+    assert main(["--check", str(out / "vllm"), "--to", "vllm", "sglang"]) == 0
+    assert main(["--check", str(out / "vllm"), "--to", "vllm", "llamacpp"]) == 1  # fc_norm
+
+
+@pytest.mark.parametrize("content", ["5", "[]", "\xff"])
+def test_a_run_whose_configuration_is_none(run, capsys, content):
+    (run / "config.yaml").write_bytes(content.encode("latin-1"))
+    assert "config.yaml" in refused(capsys, str(run / "best"))

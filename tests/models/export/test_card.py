@@ -117,3 +117,18 @@ def test_figures_come_from_the_report_and_the_best_head(tmp_path, capsys):
         path.write_text(broken)
         with pytest.raises(ConfigError, match=words):
             read_figures(head)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tau", "x"), ("tau", [2.0]), ("alpha_by_depth", 5), ("best_n", "x")]
+)
+def test_a_figure_that_is_no_number_is_refused(tmp_path, key, value):
+    head, path = tmp_path / "best", tmp_path / "eval" / "report.json"
+    head.mkdir()
+    path.parent.mkdir()
+    (head / "acceptance.json").write_text(json.dumps({"tau": 1.9}))
+    report = report_of("best", 1.9)
+    (report["settings"] if key == "best_n" else report)[key] = value
+    path.write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=r"no numbers; run python -m eval\.main again"):
+        read_figures(head)

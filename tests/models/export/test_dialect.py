@@ -290,6 +290,16 @@ def test_what_is_absent_is_assumed_and_said(judge, key, value, expected, how):
         (put(fc_norm="yes"), 'fc_norm="yes": must be true or false'),
         (put(num_key_value_heads=3), "num_key_value_heads=3: must divide"),
         (put(eagle_config=[1]), "eagle_config must be objects"),
+        (put(architectures=5), "architectures=5: must be a list"),
+        (put(layer_types=5), "layer_types=5: must be a list"),
+        (put(head_dim=63), "head_dim=63: must be even"),
+        (put(intermediate_size=10**16), "intermediate_size=10000000000000000: must be"),
+        (put(mask_token_id=0), "mask_token_id: a head for parallel drafting"),
+        (put(rope_parameters={"rope_type": ["a"], "rope_theta": 1e4}), "rope_type"),
+        (
+            put(rope_parameters={"rope_type": "linear", "rope_theta": 50000.0, "factor": 0}),
+            "factor=0",
+        ),
         (put(transformer_layer_config=1), "transformer_layer_config and eagle_config must be"),
     ],
 )

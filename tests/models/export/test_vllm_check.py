@@ -351,3 +351,25 @@ def test_expected_tensors_are_what_the_model_has(make_head):
         draft = make_head(**flags)
         names = set(expected_tensors(draft.config, VLLM, Precision.float32))
         assert names | {"embed_tokens.weight"} == set(draft.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bos_token_id": "x"}, ("bos_token_id='x'", "token ids below 128")),
+        ({"eos_token_id": [-7]}, ("eos_token_id=[-7]", "token ids below 128")),
+        ({"vocab_size": 10**25}, ("vocab_size", "possible")),
+        ({"eagle_aux_hidden_state_layer_ids": [10**30]}, ("layer_ids", "ascending")),
+        ({"rope_parameters": {**DEFAULT_ROPE, "rope_theta": float("inf")}}, ("rope_theta > 0",)),
+    ],
+)
+def test_values_that_nothing_can_be_are_seen(folder, change, words):
+    edit_config(folder, lambda config: config.update(change))
+    one_finding(folder, *words)
+
+
+def test_deep_nesting_and_eight_bits_are_findings(folder):
+    edit_tensors(folder, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}))
+    one_finding(folder, "fc.weight", "dtype F8_E4M3")
+    (folder / CONFIG).write_text('{"a":' * 100_000)
+    one_finding(folder, "not JSON")
