@@ -162,12 +162,20 @@ def test_bad_prompts_and_settings_are_named(verifier: Verifier, make_draft):
         replace(SETTINGS, sampling=Sampling(temperature=1.0))
 
 
+@pytest.fixture
+def broken_head(verifier: Verifier):
+    """A NaN in every row of logits, until the test is over."""
+    row = verifier.head.weight.data[50]
+    kept = row.clone()
+    row.fill_(torch.nan)
+    yield
+    row.copy_(kept)
+
+
+@pytest.mark.usefixtures("broken_head")
 @pytest.mark.parametrize("shape", [None, "3", "2x2", "dynamic:nodes=4,depth=2,top_k=2"])
-def test_broken_logits_end_the_decoding(verifier: Verifier, make_draft, monkeypatch, shape):
-    """A NaN among the head's weights: no token is made of it."""
-    weights = verifier.head.weight.clone()
-    weights[50] = torch.nan
-    monkeypatch.setattr(verifier.head, "weight", torch.nn.Parameter(weights))
+def test_broken_logits_end_the_decoding(verifier: Verifier, make_draft, shape):
+    """No token is made of a NaN."""
     draft = make_draft(FULL) if shape else None
     settings = replace(SETTINGS, shape=parse_shape(shape, "test") if shape else SETTINGS.shape)
     with pytest.raises(JobError, match="NaN or -inf"):

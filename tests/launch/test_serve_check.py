@@ -616,6 +616,15 @@ def test_a_server_that_does_not_answer(refused, python, tmp_path):
     assert alive(pids) == []
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own answer to SIGINT: a worker of pytest-xdist ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_the_server(
     end: signal.Signals, refused, python, tmp_path, monkeypatch
