@@ -1,4 +1,4 @@
-"""What llama.cpp's converter reads: the plain layout, of fewer heads. Read in source, not run.
+"""What llama.cpp's converter reads: the plain layout, of fewer heads. Run by launch/llamacpp.sh.
 
 The converter takes the tokenizer from the verifier's folder and writes GGUF; the runtime wants
 three aux states and one layer.
