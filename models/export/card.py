@@ -218,9 +218,8 @@ def write_card(card: CardFacts, draft: DraftConfig, commands: list[str]) -> str:
 def front_matter(card: CardFacts) -> list[str]:
     hub_name = card.served_verifier.count("/") == 1 and card.served_verifier[0] not in "./~"
     base = [f"base_model: {card.served_verifier}"] if hub_name else []
-    licence = [f"license: {card.licence}"] if card.licence else []
     tags = "tags: [eagle3, speculative-decoding, draft-head]"
-    return ["---", *base, *licence, tags, "---", ""]
+    return ["---", *base, f"license: {card.licence or 'unknown'}", tags, "---", ""]
 
 
 def verifier_part(card: CardFacts, draft: DraftConfig) -> list[str]:

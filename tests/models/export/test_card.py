@@ -52,6 +52,7 @@ def test_the_card_holds_the_figures_with_dtype_and_machine(plain_card, make_head
 def test_without_figures_every_row_says_so(plain_card, make_head, tmp_path):
     text = write_card(plain_card, make_head().config, ["serve it"])
     assert text.count("| not measured |  |") == 7
+    assert "license: unknown" in text
     assert "samples: not recorded" in text
     assert "top choice: not recorded" in text
 
