@@ -69,7 +69,7 @@ def describe_data(
         supervised_tokens=facts.tokens,
         verifier_agreement=facts.agreement,
         trained_prompts=count_trained_prompts(exact, data),
-        other_weights=other_weights(cfg) if cfg.eval.head is None else None,
+        other_weights=other_weights(cfg),
     )
 
 

@@ -9,6 +9,7 @@ from data.manifest import Manifest, manifest_file, read_manifest
 from models.bundled import SCHEME, known_wheel, resolve
 from models.draft_file import CONFIG
 from models.eagle3 import DraftConfig
+from models.export.check_verifier import learnt_weights
 from models.token_strings import refuse_other_tokens
 from models.verifier import load_tokenizer, weights_fingerprint
 
@@ -45,8 +46,14 @@ def check_verifier(head: Path, verifier: str) -> str:
 
 
 def other_weights(cfg: RunConfig) -> str | None:
-    """The verifier's fingerprint and those captured, in words, where it is none of them."""
-    ours = trained_weights(cfg)
+    """The verifier's fingerprint and those learnt from, in words, where it is none of them.
+
+    A head of the run learnt from its captures, one in ``eval.head`` from what its export names.
+    """
+    if cfg.eval.head is None:
+        ours = trained_weights(cfg)
+    else:
+        ours = {named for named in [learnt_weights(Path(cfg.eval.head))] if named}
     theirs = weights_fingerprint(resolve(cfg.verifier.path, cache_dir(cfg)))
     return f"{theirs}, not {', '.join(sorted(ours))}" if ours and theirs not in ours else None
 

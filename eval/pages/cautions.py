@@ -14,8 +14,8 @@ def list_warnings(report: EvalReport, exact: ExactRuns) -> list[str]:
         found.append(too_far(report.beyond_training))
     if data.other_weights:
         found.append(
-            f"the verifier's weights changed since the head learnt from them (fingerprint "
-            f"{data.other_weights}): acceptance is that of another pair; capture and train again"
+            f"the head learnt from other weights than the verifier has (fingerprint "
+            f"{data.other_weights}): acceptance is that of another pair"
         )
     if report.settings.eval.head is not None:
         found.append(

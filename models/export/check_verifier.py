@@ -34,7 +34,8 @@ def against_verifier(
             f"{layout.keys['max_positions']}={draft.max_positions} is below the verifier's "
             f"{theirs['max_position_embeddings']}: acceptance beyond it is untested"
         )
-    yield from other_weights(folder, verifier)
+    if (folder / ORIGIN).is_file():
+        yield from other_weights(folder, verifier)
     yield from other_tokens(folder, verifier)
     if EMBEDDING in file.keys():  # noqa: SIM118
         ours = file.get_tensor(EMBEDDING)
@@ -65,16 +66,25 @@ def sizes_of(verifier: Path) -> dict[str, int]:
 
 def other_weights(folder: Path, verifier: Path) -> Iterator[str]:
     """Whether the verifier is the one that an export of ours names."""
-    if not (folder / ORIGIN).is_file():
-        return
-    named = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-    ours = named.get("fingerprint") if isinstance(named, dict) else None
-    theirs = weights_fingerprint(verifier)
+    ours, theirs = learnt_weights(folder), weights_fingerprint(verifier)
     if ours is not None and ours != theirs:
         yield (
             f"{ORIGIN}: fingerprint={ours}: the verifier's is {theirs}, the head learnt from other "
             "weights; give those, or train a head for these"
         )
+
+
+def learnt_weights(folder: Path) -> str | None:
+    """Fingerprint of the verifier that an export of ours learnt from; None where none is named."""
+    path = folder / ORIGIN
+    if not path.is_file():
+        return None
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))
+        found = named.get("fingerprint")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: not as export wrote it ({error}); export again") from error
+    return found if isinstance(found, str) else None
 
 
 def other_tokens(folder: Path, verifier: Path) -> Iterator[str]:

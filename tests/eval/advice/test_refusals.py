@@ -234,11 +234,18 @@ def test_a_report_warns_of_weights_that_changed(
     assert words == f"{weights_fingerprint(tiny_verifier)}, not another"
     report = made.report(costs=[made.costs(1, 0.0)])
     exact = SimpleNamespace(skipped={})
-    assert not any("weights changed" in one for one in list_warnings(report, exact))
+    assert not any("other weights" in one for one in list_warnings(report, exact))
     report = replace(report, data=replace(report.data, other_weights=words))
     assert any(f"fingerprint {words}" in one for one in list_warnings(report, exact))
     (tmp_path / "cache" / "capture-1" / "manifest.json").unlink()
     assert other_weights(cfg) is None
+    cfg = replace(cfg, eval=replace(cfg.eval, head=str(tmp_path)))  # one that was exported
+    assert other_weights(cfg) is None
+    (tmp_path / "eyrie.json").write_text(json.dumps({"fingerprint": "another"}))
+    assert other_weights(cfg) == words
+    (tmp_path / "eyrie.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not as export wrote it"):
+        other_weights(cfg)
 
 
 def test_weights_that_cannot_be_compared_are_said(head: Path, tiny_verifier: Path, tmp_path: Path):
