@@ -38,6 +38,15 @@ def faults(draft: "DraftConfig") -> Iterator[str]:
         if type(value) is not int or not 1 <= value <= most:
             yield f"{name}={value!r}: must be a whole number in 1..{most}"
             return
+    yield from misfits(draft)
+    ids = draft.aux_layers
+    if not ids or sorted(set(ids)) != ids or not all(1 <= n <= LARGEST for n in ids):
+        yield f"aux_layers={ids!r}: must be ascending, unique ids in 1..{LARGEST}"
+    yield from rope_faults(draft.rope, draft.head_dim)
+
+
+def misfits(draft: "DraftConfig") -> Iterator[str]:
+    """Sizes that are possible each by itself, and not together."""
     if draft.draft_vocab_size > draft.vocab_size:
         yield (
             f"draft_vocab_size={draft.draft_vocab_size}: above vocab_size={draft.vocab_size}, "
@@ -50,10 +59,6 @@ def faults(draft: "DraftConfig") -> Iterator[str]:
         )
     if draft.head_dim % 2:
         yield f"head_dim={draft.head_dim}: must be even, positions rotate pairs"
-    ids = draft.aux_layers
-    if not ids or sorted(set(ids)) != ids or not all(1 <= n <= LARGEST for n in ids):
-        yield f"aux_layers={ids!r}: must be ascending, unique ids in 1..{LARGEST}"
-    yield from rope_faults(draft.rope, draft.head_dim)
 
 
 def rope_faults(table: object, head_dim: int) -> Iterator[str]:

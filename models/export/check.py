@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from conf.schema import Precision
-from models.draft_limits import LARGEST, rope_faults
+from models.draft_limits import LARGEST, misfits, rope_faults
 from models.eagle3 import DraftConfig
 from models.export.check_tensors import numbers, tensors, vocabulary
 from models.export.check_verifier import against_verifier
@@ -184,16 +184,7 @@ def rope(parameters: object, head_dim: int) -> Iterator[str]:
 
 def keys(config: dict[str, Any], draft: DraftConfig, layout: Layout) -> Iterator[str]:
     """Every other key follows from those: compare with what export would write."""
-    if draft.draft_vocab_size > draft.vocab_size:
-        yield (
-            f"{CONFIG}: draft_vocab_size={draft.draft_vocab_size}: above "
-            f"vocab_size={draft.vocab_size}, which is the verifier's"
-        )
-    if draft.num_heads % draft.num_kv_heads:
-        yield (
-            f"{CONFIG}: num_key_value_heads={draft.num_kv_heads}: must divide "
-            f"num_attention_heads={draft.num_heads}"
-        )
+    yield from (f"{CONFIG}: {misfit}" for misfit in misfits(draft))
     setting = setting_of(config, layout)
     if setting.dtype not in [kind.value for kind in STORED]:
         key = layout.setting_keys["dtype"]

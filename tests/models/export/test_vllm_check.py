@@ -359,6 +359,7 @@ def test_expected_tensors_are_what_the_model_has(make_head):
         ({"bos_token_id": "x"}, ("bos_token_id='x'", "token ids below 128")),
         ({"eos_token_id": [-7]}, ("eos_token_id=[-7]", "token ids below 128")),
         ({"vocab_size": 10**25}, ("vocab_size", "possible")),
+        ({"head_dim": 63}, ("head_dim=63", "must be even")),
         ({"eagle_aux_hidden_state_layer_ids": [10**30]}, ("layer_ids", "ascending")),
         ({"rope_parameters": {**DEFAULT_ROPE, "rope_theta": float("inf")}}, ("rope_theta > 0",)),
     ],
