@@ -68,6 +68,14 @@ class DraftAttentionKind(Enum):
     plain = "plain"  # explicit scores, memory quadratic in the length
 
 
+class DraftFamily(Enum):
+    eagle3 = "eagle3"  # token prediction from fused states, unrolled on its own output
+    eagle1 = "eagle1"  # regression of the verifier's last state
+    medusa = "medusa"  # one head a position ahead, on the verifier's last state
+    model = "model"  # a small causal language model with the verifier's tokenizer
+    ngram = "ngram"  # no weights: phrases of the context, and a table of the training answers
+
+
 class HeadInit(Enum):
     verifier = "verifier"  # start from the verifier's rows, then train
     frozen = "frozen"  # the verifier's rows, never trained
@@ -79,11 +87,28 @@ class Supervise(Enum):
     any = "any"  # every row whose label is supervised (the official rule)
 
 
+class LayerInit(Enum):
+    random = "random"
+    verifier = "verifier"  # what fits of the verifier's last decoder layer
+
+
+class Feed(Enum):
+    data = "data"  # the tokens of the training text
+    own = "own"  # the draft's own likeliest tokens, as in serving
+
+
+class StepWeights(Enum):
+    decay = "decay"  # decay**k at step k
+    reached = "reached"  # the chance that a round gets there: what the guesses before it overlap
+    missed = "missed"  # decay**k, twice where the likeliest guess is wrong
+
+
 class LossKind(Enum):
     kl = "kl"
     ce = "ce"
     tv = "tv"
     lk = "lk"
+    mix = "mix"  # kl where draft and verifier differ, tv where they nearly agree
 
 
 class Normalise(Enum):

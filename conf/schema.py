@@ -9,9 +9,12 @@ from conf.choices import (
     CaptureMode,
     Device,
     DraftAttentionKind,
+    DraftFamily,
     EvalRule,
     ExportFormat,
+    Feed,
     HeadInit,
+    LayerInit,
     LossKind,
     MissingStates,
     Normalise,
@@ -20,6 +23,7 @@ from conf.choices import (
     StateBackend,
     StateDtype,
     StepKind,
+    StepWeights,
     Supervise,
     Verify,
 )
@@ -59,11 +63,14 @@ class VerifierSection:
 
 @dataclass
 class DraftSection:
+    family: DraftFamily = DraftFamily.eagle3
     vocab_size: int | str = 32000  # most frequent supervised tokens; full: the verifier's every one
     head_init: HeadInit = HeadInit.verifier
     # A head whose weights and vocabulary training starts from: a best/ folder, or one that others
     # published; null: a new one. Its own rows begin the head, but for head_init=frozen.
     init: str | None = None
+    layers: int = 1  # decoder layers; of medusa: residual blocks a head
+    layer_init: LayerInit = LayerInit.random  # what the decoder layer starts from
     intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's
     norm_before_residual: bool = False  # layer-0 residual is the normed state
@@ -141,7 +148,9 @@ class PreviewSection:
 class TTTSection:
     depth: int = 7  # unroll steps K; train at least as deep as you will draft
     decay: float = 0.8  # weight of step k is decay**k
+    weights: StepWeights = StepWeights.decay  # what step k of a chain weighs
     supervise: Supervise = Supervise.span
+    feed: Feed = Feed.data  # tokens that steps after the first are fed with
 
 
 @dataclass
@@ -165,6 +174,7 @@ class OptimSection:
     )
     epochs: float = 2.0  # passes over the training samples
     max_steps: int | None = None  # stop here, whatever epochs says
+    flops: float | None = None  # training FLOPs in place of epochs: passes that cost as much
 
 
 @dataclass
