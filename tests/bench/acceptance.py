@@ -27,6 +27,8 @@ sys.path.append(str(HERE))
 
 from acceptance_data import make  # noqa: E402  after the path is set
 from acceptance_recipes import ABLATIONS, Recipe  # noqa: E402
+from acceptance_report import found, tables  # noqa: E402
+from acceptance_states import make_feed  # noqa: E402
 
 from conf.runtime import say, write_atomically  # noqa: E402
 from conf.schema import ConfigError  # noqa: E402
@@ -72,34 +74,76 @@ def train(work: Path, recipe: Recipe, seed: int, budget: Budget) -> None:
     if not (folder / "result.json").exists():
         command = [sys.executable, str(HERE / "acceptance_eyrie.py"), "--work", str(work)]
         command += ["--out", str(folder), *budget.words, *recipe.words, f"run.seed={seed}"]
-        found = run(command, folder / "train.log")
+        made = run(command, folder / "train.log")
         about = {"recipe": recipe.name, "group": recipe.group, "seed": seed, "budget": budget.name}
-        write_atomically(folder / "result.json", json.dumps({**about, **found}))
+        write_atomically(folder / "result.json", json.dumps({**about, **made}))
     walked(work, folder, recipe.layers)
 
 
 def walked(work: Path, folder: Path, layers: str) -> None:
     if not (folder / "walk.json").exists():
         command = [sys.executable, str(HERE / "acceptance_walk.py"), "--work", str(work)]
-        found = run([*command, "--layers", layers, str(folder)], folder / "walk.log")
-        say(f"{folder.name}: tau {found['tau']['5']:.3f} at N = 5")
+        reached = run([*command, "--layers", layers, str(folder)], folder / "walk.log")
+        say(f"{folder.name}: tau {reached['tau']['5']:.3f} at N = 5")
 
 
-def chosen(names: list[str]) -> list[Recipe]:
-    known = {recipe.name: recipe for recipe in ABLATIONS}
+# ---- other trainers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another trainer's run: its own script and environment."""
+
+    name: str
+    words: list[str]
+
+    @property
+    def trainer(self) -> str:
+        return self.name.partition("_")[0]
+
+
+RATES = ("5e-4", "1e-3", "2e-3")
+PEERS = [
+    Peer(f"{trainer}_K{depth}_lr{rate}", ["--lr", rate, "--depth", depth])
+    for trainer in ("specforge", "speculators")
+    for depth in ("3", "7")
+    for rate in RATES
+]
+
+
+def train_peer(work: Path, envs: Path, peer: Peer, seed: int, budget: Budget) -> None:
+    """One training by another trainer on the same cache, and the walk of its head in our loop."""
+    folder, feed = folder_of(work, peer.name, seed, budget), work / "feed.safetensors"
+    if not (folder / "result.json").exists():
+        python = envs / peer.trainer / "bin" / "python"
+        script = HERE / f"acceptance_{peer.trainer}.py"
+        command = [str(python), str(script), "--feed", str(feed), "--out", str(folder)]
+        made = run([*command, *peer.words, *budget.words, "--seed", str(seed)], folder / "log")
+        about = {"recipe": peer.name, "group": "peers", "seed": seed, "budget": budget.name}
+        write_atomically(folder / "result.json", json.dumps({**about, **made}))
+    walked(work, folder, "2,15,27")
+
+
+def wanted(task: str, names: list[str]) -> list[Recipe | Peer]:
+    """Those of ``names``, or all. Raises ConfigError for a name that is none."""
+    known: dict[str, Recipe | Peer] = {
+        one.name: one for one in (PEERS if task == "peers" else ABLATIONS)
+    }
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such recipe; there are {', '.join(known)}")
-    return [known[name] for name in names] or ABLATIONS
+    return [known[name] for name in names or known]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=("make", "train"))
+    parser.add_argument("task", choices=("make", "train", "peers", "report"))
     parser.add_argument("names", nargs="*", help="recipes; default: all")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--kind", default="greedy", help="of the training answers, for make")
     parser.add_argument("--seeds", default="0")
+    parser.add_argument("--peer-envs", type=Path, help="made by tests/bench/peer_envs.sh")
+    parser.add_argument("--base", default="base", help="recipe that the report compares with")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--cpu-seconds", type=float)
     args = parser.parse_args()
@@ -107,11 +151,22 @@ def main() -> int:
         make(args.work, Path(os.environ.get("EYRIE_SHARED", "../shared")) / "data", args.kind)
         return 0
     budget = Budget(args.steps, args.cpu_seconds)
+    if args.task == "report":
+        groups = found(args.work, budget.name)
+        base = next((group for group in groups if group.name == args.base), groups[0])
+        titles = {recipe.name: recipe.group for recipe in ABLATIONS}
+        print("\n\n".join(tables(groups, base, titles)))
+        return 0
+    if args.task == "peers" and not (args.work / "feed.safetensors").exists():
+        make_feed(args.work, args.work / "feed.safetensors")
     failed = 0
     for seed in map(int, args.seeds.split(",")):
-        for recipe in chosen(args.names):
+        for one in wanted(args.task, args.names):
             try:
-                train(args.work, recipe, seed, budget)
+                if isinstance(one, Recipe):
+                    train(args.work, one, seed, budget)
+                else:
+                    train_peer(args.work, args.peer_envs, one, seed, budget)
             except ConfigError as error:
                 failed += 1
                 say(str(error))

@@ -35,9 +35,7 @@ class Answers:
 
 ANSWERS = {
     "greedy": Answers("greedy", 4600, []),
-    "sampled": Answers(
-        "sampled", 1200, ["regenerate.greedy=false", "regenerate.samples=1"]
-    ),
+    "sampled": Answers("sampled", 1200, ["regenerate.greedy=false", "regenerate.samples=1"]),
 }
 
 
@@ -124,7 +122,7 @@ def answers(
 
 
 def foreign(shared: Path, count: int) -> list[dict[str, Any]]:
-    """First turn and the answer that the files have for it, of the same prompts in the same order."""
+    """First turn and the answer that the files have for it, of the same prompts."""
     answers = {
         row["id"]: row["conversations"][:2]
         for path in sorted((shared / "train").glob("*.jsonl"))

@@ -13,31 +13,23 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 sys.path.append(str(ROOT / "tests" / "bench"))
 
-import torch  # noqa: E402  after the path is set
-from acceptance_data import AUX_LAYERS, overrides_of  # noqa: E402
+from acceptance_data import AUX_LAYERS  # noqa: E402  after the path is set
+from acceptance_states import CPU, Inputs, find_inputs  # noqa: E402
 
-from conf.compose import load_config  # noqa: E402
-from conf.runtime import RankInfo, cache_dir, say  # noqa: E402
-from conf.schema import RunConfig  # noqa: E402
-from data.capture_job import manifest_of  # noqa: E402
+from conf.runtime import RankInfo, say  # noqa: E402
 from data.distributed import setup, shutdown, use_threads  # noqa: E402
 from data.loader import TrainLoader, on_device  # noqa: E402
-from data.prepare import find_prepared  # noqa: E402
-from data.reader import ShardReader  # noqa: E402
-from data.records import CachedPack, PreparedData  # noqa: E402
 from models.draft_file import save_draft  # noqa: E402
-from models.verifier import load_facts  # noqa: E402
 from train.engine import Engine  # noqa: E402
 from train.loop import Schedule, build, row_weights  # noqa: E402
 
-CPU = torch.device("cpu")
 TICKS = 1 << 20  # of the schedule: the share of the budget that is used, as a step number
 EVERY = 20.0  # seconds between two lines
 
@@ -52,47 +44,6 @@ class Budget:
     def used(self, steps: int, seconds: float) -> float:
         """The share used, 1 and above at the end."""
         return steps / self.steps if self.steps else seconds / (self.cpu_seconds or 1.0)
-
-
-class SomeStates(ShardReader):
-    """A cache read as if it held ``layers`` alone, and only its first ``samples`` to train on."""
-
-    def __init__(self, folder: Path, layers: list[int], samples: int | None):
-        super().__init__(folder)
-        stored, width = self.manifest.aux_layers, self.manifest.hidden_size
-        places = [stored.index(layer) for layer in layers]
-        self.columns = torch.cat([torch.arange(width) + place * width for place in places])
-        self.whole = places == list(range(len(stored)))
-        self.samples = samples
-        self.stored = self.manifest
-        self.manifest = replace(self.manifest, aux_layers=layers)
-
-    @property
-    def train_indices(self) -> list[int]:
-        return super().train_indices[: self.samples]
-
-    def read_pack(self, indices) -> CachedPack:
-        pack = super().read_pack(indices)
-        return pack if self.whole else replace(pack, aux=pack.aux[:, self.columns])
-
-
-@dataclass(frozen=True)
-class Inputs:
-    cfg: RunConfig
-    prepared: PreparedData
-    source: SomeStates
-
-
-def find_inputs(work: Path, kind: str, layers: list[int], samples: int | None, words: list[str]):
-    """The fixed cache of ``kind`` and the settings of one recipe."""
-    stored = load_config([*overrides_of(work, kind), "stages=[prepare,capture]"])
-    prepared = find_prepared(stored)
-    manifest = manifest_of(stored, prepared, load_facts(stored.verifier, cache_dir(stored)))
-    folder = cache_dir(stored) / f"capture-{manifest.fingerprint}"
-    own = [word for word in overrides_of(work, kind) if not word.startswith("verifier.aux")]
-    chosen = f"verifier.aux_layers={layers}".replace(" ", "")
-    cfg = load_config([*own, chosen, "optim.epochs=1000", *words])
-    return Inputs(cfg, prepared, SomeStates(folder, layers, samples))
 
 
 @dataclass

@@ -136,7 +136,7 @@ def row_of(group: Group, base: Group) -> Row:
     )
 
 
-HEAD = ("recipe", "seeds", "updates", "CPU s", "τ N=3", "τ N=5", "(τ − 1) / base", "α by depth")
+HEAD = ("recipe", "seeds", "updates", "CPU s", "τ N=3", "τ N=5", "gain of τ-1", "α by depth")
 
 
 def tables(groups: Sequence[Group], base: Group, titles: dict[str, str]) -> Iterator[str]:

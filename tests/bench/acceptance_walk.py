@@ -19,10 +19,10 @@ sys.path[0] = str(ROOT)
 sys.path.append(str(ROOT / "tests" / "bench"))
 
 import torch  # noqa: E402  after the path is set
-from acceptance_data import overrides_of  # noqa: E402
-from acceptance_eyrie import CPU, SomeStates, find_inputs  # noqa: E402
+from acceptance_states import CPU, SomeStates, find_inputs  # noqa: E402
 
 from conf.runtime import cache_dir, progress, write_atomically  # noqa: E402
+from conf.schema import DraftAttentionKind  # noqa: E402
 from data.chains import Chains  # noqa: E402
 from data.distributed import use_threads  # noqa: E402
 from data.loader import batch_of, on_device  # noqa: E402
@@ -48,8 +48,6 @@ def answers_of(mask: torch.Tensor) -> list[tuple[int, int]]:
 def walk_head(draft: Eagle3Draft, source: SomeStates) -> dict[str, list[Counters]]:
     """By length of the chain, the counters of every held-out sample."""
     config = draft.config
-    from conf.schema import DraftAttentionKind
-
     kernel = choose_kernel(DraftAttentionKind.auto, CPU, torch.float32, config.head_dim)
     found: dict[str, list[Counters]] = {str(n): [] for n in LENGTHS}
     chosen = source.valid_indices
@@ -79,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     use_threads(1)
     layers = [int(word) for word in args.layers.split(",")]
-    inputs = find_inputs(args.work, "greedy", layers, None, overrides_of(args.work, "greedy")[:0])
+    inputs = find_inputs(args.work, "greedy", layers, None, [])
     cache = cache_dir(inputs.cfg)
     facts = load_facts(inputs.cfg.verifier, cache)
     ends = load_ends(inputs.cfg.verifier, cache, torch.float32)
