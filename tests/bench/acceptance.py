@@ -25,7 +25,7 @@ HERE = ROOT / "tests" / "bench"
 sys.path[0] = str(ROOT)
 sys.path.append(str(HERE))
 
-from acceptance_data import make  # noqa: E402  after the path is set
+from acceptance_data import PROMPTS, make  # noqa: E402  after the path is set
 from acceptance_recipes import ABLATIONS, Recipe  # noqa: E402
 from acceptance_report import found, tables  # noqa: E402
 from acceptance_states import make_feed  # noqa: E402
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("task", choices=("make", "train", "peers", "report"))
     parser.add_argument("names", nargs="*", help="recipes; default: all")
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--kind", default="greedy", help="of the training answers, for make")
+    parser.add_argument("--kind", default="greedy", choices=PROMPTS, help="cache to make")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--peer-envs", type=Path, help="made by tests/bench/peer_envs.sh")
     parser.add_argument("--base", default="base", help="recipe that the report compares with")

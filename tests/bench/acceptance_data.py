@@ -10,7 +10,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,12 @@ OWN = 60
 AUX_LAYERS = [2, 9, 15, 21, 27, 30]  # a recipe reads some of them; 30 is the last of SmolLM2-135M
 
 
-@dataclass(frozen=True)
-class Answers:
-    """How the text of a training set came about."""
-
-    name: str
-    prompts: int  # at most
-    overrides: list[str]  # of data.regenerate; empty: the answers that people and others wrote
-
-
-ANSWERS = {
-    "greedy": Answers("greedy", 4600, []),
-    "sampled": Answers("sampled", 1200, ["regenerate.greedy=false", "regenerate.samples=1"]),
-}
+# Prompts of each set of training answers, by the order of train_prompts. "whole" is the bench's
+# cache; "greedy", its beginning, is what recipes are compared on: no budget of theirs goes through
+# it once. The others are answers to the same prompts by other means.
+PROMPTS = {"whole": 4400, "greedy": 1300, "sampled": 600, "foreign": 600}
+SAMPLED = ["regenerate.greedy=false", "regenerate.samples=1"]
+HELD = "greedy"  # the cache with the states of all held-out answers; one has to be in each
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -105,51 +97,49 @@ def answered(work: Path, name: str, prompts: list[dict[str, Any]], overrides: li
     return output
 
 
-def answers(
-    work: Path, kind: str, prompts: list[dict[str, Any]], words: list[str]
+def own_answers(
+    work: Path, whole: list[dict[str, Any]], prompts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The answers to ``prompts`` in their order; greedy ones to the demo's prompts are shipped."""
-    shipped: dict[str, dict[str, Any]] = {}
-    if kind == "greedy":
-        demo = rows_of(ROOT / "data" / "demo" / "answers.jsonl")
-        shipped = {row["id"].partition("#")[0]: row for row in demo}
-    asked = [row for row in prompts if row["id"] not in shipped]
-    made = {
-        row["id"].rpartition("#")[0]: row for row in rows_of(answered(work, kind, asked, words))
-    }
-    found = made | shipped
-    return [found[row["id"]] for row in prompts if row["id"] in found]
+    """The verifier's greedy answers to ``prompts``, some of ``whole``; the demo's are shipped."""
+    demo = rows_of(ROOT / "data" / "demo" / "answers.jsonl")
+    shipped = {row["id"].partition("#")[0]: row for row in demo}
+    asked = [row for row in whole if row["id"] not in shipped]
+    words = [f"regenerate.max_new_tokens={TRAIN_TOKENS}"]
+    made = answered(work, "answers", asked, words)
+    found = {row["id"].rpartition("#")[0]: row for row in rows_of(made)} | shipped
+    return [found[row["id"]] for row in prompts]
 
 
-def foreign(shared: Path, count: int) -> list[dict[str, Any]]:
-    """First turn and the answer that the files have for it, of the same prompts."""
+def foreign(shared: Path, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers that the files have for ``prompts``; ours have none."""
     answers = {
         row["id"]: row["conversations"][:2]
         for path in sorted((shared / "train").glob("*.jsonl"))
         for row in rows_of(path)
-        if len(row["conversations"]) > 1
     }
-    chosen = [row["id"] for row in train_prompts(shared)[:count] if row["id"] in answers]
-    return [{"id": name, "conversations": answers[name]} for name in chosen]
+    names = [row["id"] for row in prompts if row["id"] in answers]
+    return [{"id": name, "conversations": answers[name]} for name in names]
 
 
 def data_file(work: Path, shared: Path, kind: str) -> Path:
-    """Training answers of one ``kind`` and the held-out ones, ready for data.prepare."""
+    """Training answers of one ``kind`` and held-out ones, ready for data.prepare."""
     path = work / f"data_{kind}.jsonl"
     if path.exists():
         return path
-    held = answered(
-        work, "held", held_prompts(shared), [f"regenerate.max_new_tokens={HELD_TOKENS}"]
-    )
+    prompts = train_prompts(shared)
+    chosen, whole = prompts[: PROMPTS[kind]], prompts[: PROMPTS["whole"]]
     if kind == "foreign":
-        train = foreign(shared, ANSWERS["sampled"].prompts)
+        train = foreign(shared, chosen)
+    elif kind == "sampled":
+        words = [f"regenerate.max_new_tokens={TRAIN_TOKENS}", *SAMPLED]
+        train = list(rows_of(answered(work, "sampled", chosen, words)))
     else:
-        chosen = ANSWERS[kind]
-        words = [f"regenerate.max_new_tokens={TRAIN_TOKENS}", *chosen.overrides]
-        prompts = train_prompts(shared)[: chosen.prompts]
-        train = answers(work, kind, prompts, words)
+        train = own_answers(work, whole, chosen)
+    asked = [f"regenerate.max_new_tokens={HELD_TOKENS}"]
+    held = list(rows_of(answered(work, "held", held_prompts(shared), asked)))
     rows = [named(row, f"t{number}", False) for number, row in enumerate(train)]
-    rows += [named(row, f"h{number}", True) for number, row in enumerate(rows_of(held))]
+    kept = held if kind == HELD else held[:1]
+    rows += [named(row, f"h{number}", True) for number, row in enumerate(kept)]
     write_rows(path, rows)
     return path
 
@@ -167,7 +157,7 @@ def overrides_of(work: Path, kind: str) -> list[str]:
     ]
 
 
-def make(work: Path, shared: Path, kind: str = "greedy") -> None:
+def make(work: Path, shared: Path, kind: str) -> None:
     """Answers and states; everything that is there is kept."""
     work.mkdir(parents=True, exist_ok=True)
     data_file(work, shared, kind)

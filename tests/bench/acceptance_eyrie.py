@@ -84,11 +84,11 @@ def train(inputs: Inputs, budget: Budget, out: Path) -> dict[str, object]:
     save_draft(out, engine.module.draft.config, engine.draft_state())
     return {
         "trainer": "eyrie",
-        "steps": done.steps,
+        "updates": done.steps,
         "cpu_seconds": seconds,
         "tokens": done.tokens,
         "supervised": done.supervised,
-        "parameters": engine.trainable,
+        "trained_parameters": engine.trainable,
         "samples": len(loader.indices),
     }
 

@@ -67,6 +67,6 @@ ABLATIONS = [
     *changed("draft layers", "draft.layers=2"),
     Recipe("sampled", "training answers", kind="sampled"),
     Recipe("foreign", "training answers", kind="foreign"),
-    Recipe("greedy_1200", "training answers", samples=1200),
-    Recipe("greedy_300", "training answers", samples=300),
+    Recipe("greedy_600", "training answers", samples=600),
+    Recipe("greedy_200", "training answers", samples=200),
 ]  # fmt: skip

@@ -127,7 +127,7 @@ def row_of(group: Group, base: Group) -> Row:
     return (
         group.name,
         str(len(results)),
-        f"{fmean(one['steps'] for one in results):.0f}",
+        f"{fmean(one['updates'] for one in results):.0f}",
         f"{fmean(one['cpu_seconds'] for one in results):.0f}",
         f"{group.tau(SHORT):.3f}",
         f"{group.tau(CHAIN):.3f} [{low_high.low:.3f}, {low_high.high:.3f}]",

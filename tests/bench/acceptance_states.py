@@ -85,8 +85,8 @@ def feed_samples(
 
 
 def make_feed(work: Path, path: Path) -> None:
-    """Write the training samples of the greedy cache for other trainers."""
-    inputs = find_inputs(work, "greedy", [2, 15, 27, 30], None, [])
+    """Write the training samples of the whole cache for other trainers."""
+    inputs = find_inputs(work, "whole", [2, 15, 27, 30], None, [])
     cfg, source = inputs.cfg, inputs.source
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), CPU, torch.bfloat16)
     facts = verifier.facts

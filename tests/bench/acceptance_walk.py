@@ -19,6 +19,7 @@ sys.path[0] = str(ROOT)
 sys.path.append(str(ROOT / "tests" / "bench"))
 
 import torch  # noqa: E402  after the path is set
+from acceptance_data import HELD  # noqa: E402
 from acceptance_states import CPU, SomeStates, find_inputs  # noqa: E402
 
 from conf.runtime import cache_dir, progress, write_atomically  # noqa: E402
@@ -77,7 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     use_threads(1)
     layers = [int(word) for word in args.layers.split(",")]
-    inputs = find_inputs(args.work, "greedy", layers, None, [])
+    inputs = find_inputs(args.work, HELD, layers, None, [])
     cache = cache_dir(inputs.cfg)
     facts = load_facts(inputs.cfg.verifier, cache)
     ends = load_ends(inputs.cfg.verifier, cache, torch.float32)
