@@ -30,8 +30,28 @@ def changed(group: str, *variants: str) -> list[Recipe]:
 BASE = Recipe("base", "base")
 ABLATIONS = [
     BASE,
-    *changed("what is supervised", "ttt.supervise=any"),
-    *changed("tokens fed to later steps", "ttt.feed=own"),
+    *changed("learning rate", "optim.lr=2e-3", "optim.lr=4e-3", "optim.lr=5e-4"),
+    *changed("unroll depth", *(f"ttt.depth={k}" for k in (3, 1, 7, 10, 2))),
+    *changed(
+        "size of an update",
+        "optim.micro_batch_tokens=128",
+        "optim.micro_batch_tokens=512",
+        "optim.micro_batch_tokens=1024 optim.lr=2e-3",
+    ),
+    *changed(
+        "weight of a step",
+        "ttt.decay=1.0",
+        "ttt.decay=0.6",
+        "ttt.weights=reached",
+        "ttt.weights=missed",
+    ),
+    *changed(
+        "draft vocabulary",
+        "draft.vocab_size=2048",
+        "draft.vocab_size=1024",
+        "draft.vocab_size=8192",
+    ),
+    *changed("loss", "loss=ce", "loss=tv", "loss=lk", "loss=mix"),
     *changed("start of the head", "draft.head_init=random", "draft.head_init=frozen"),
     *changed("start of the layer", "draft.layer_init=verifier"),
     *changed(
@@ -42,31 +62,16 @@ ABLATIONS = [
         "draft.norm_before_residual=true",
         "draft.fc_norm=false draft.norm_before_fc=true",
     ),
+    *changed("width of the MLP", "draft.intermediate_size=768", "draft.intermediate_size=3072"),
+    *changed("what is supervised", "ttt.supervise=any"),
+    *changed("tokens fed to later steps", "ttt.feed=own"),
+    *changed("normalisation", "loss.normalise=sequence"),
     Recipe("aux_15_21_27", "verifier layers", layers="15,21,27"),
     Recipe("aux_2_15_30", "verifier layers", layers="2,15,30"),
     Recipe("aux_2_9_15_21_27", "verifier layers", layers="2,9,15,21,27"),
-    *changed("unroll depth", *(f"ttt.depth={k}" for k in (1, 2, 3, 4, 7, 10))),
-    *changed(
-        "weight of a step", "ttt.decay=1.0", "ttt.decay=0.6", "ttt.weights=reached",
-        "ttt.weights=missed",
-    ),
-    *changed("loss", "loss=ce", "loss=tv", "loss=lk", "loss=mix"),
-    *changed("normalisation", "loss.normalise=sequence"),
-    *changed(
-        "size and number of updates",
-        "optim.micro_batch_tokens=128",
-        "optim.micro_batch_tokens=512",
-        "optim.micro_batch_tokens=1024",
-        "optim.micro_batch_tokens=1024 optim.lr=2e-3",
-    ),
-    *changed("learning rate", "optim.lr=5e-4", "optim.lr=2e-3", "optim.lr=4e-3"),
-    *changed(
-        "draft vocabulary",
-        "draft.vocab_size=1024", "draft.vocab_size=2048", "draft.vocab_size=8192",
-    ),
     *changed("draft layers", "draft.layers=2"),
     Recipe("sampled", "training answers", kind="sampled"),
     Recipe("foreign", "training answers", kind="foreign"),
     Recipe("greedy_600", "training answers", samples=600),
-    Recipe("greedy_200", "training answers", samples=200),
-]  # fmt: skip
+    Recipe("greedy_100", "training answers", samples=100),
+]
