@@ -93,9 +93,7 @@ class SpecForge:
             }
             features.append(normalize_offline_sample(raw, max_len=len(sample.input_ids)))
         names = [str(number) for number in range(len(samples))]
-        return TrainBatch(
-            names, "eagle3", self.collate(features), {"target_repr": "hidden_state"}
-        )
+        return TrainBatch(names, "eagle3", self.collate(features), {"target_repr": "hidden_state"})
 
     def losses(self, samples: list[FeedSample]) -> Losses:
         output = self.strategy.forward_loss(self.batch(samples))

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))  # the benchmark's modules import each other
+sys.path.append(str(Path(__file__).resolve().parent))  # the benchmark's modules import each other
 
 from acceptance_feed import BATCH, Ends, Facts, Feed, FeedSample, write_feed
 from acceptance_training import FLOOR, PROBED, WARMUP, Budget, share_of_peak
@@ -32,6 +31,7 @@ from models.layer_shape import LayerShape
 from models.verifier import VerifierEnds
 from train.ttt import unroll
 
+HERE = Path(__file__).resolve().parent
 LENGTHS = [9, 24, 17, 12, 31]
 SMALL = Facts(
     source="random",
@@ -143,7 +143,7 @@ def test_a_budget_counts_what_is_done_inside_it():
     assert 1 <= seconds.updates <= 20
 
 
-# ---- with the peers -------------------------------------------------------------------------------
+# ---- with the peers --------------------------------------------------------------------------
 
 
 def python_of(peer: str) -> Path:
