@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from conf.schema import DraftFamily, DraftSection, ExportFormat, Phrases, RunConfig, Stage
+from conf.schema import FULL, DraftFamily, DraftSection, ExportFormat, Phrases, RunConfig, Stage
 
 OF_PHRASES = ("phrases", "order")
 MOST_ORDER = 16
@@ -24,9 +24,8 @@ def families(cfg: RunConfig) -> Iterator[str]:
 
 def ngram(cfg: RunConfig) -> Iterator[str]:
     """It has no weights: no knob of a head or a layer means anything to it."""
-    kept = ("family", "vocab_size", "head_init", *OF_PHRASES)  # two that every group file sets
     for name in vars(DraftSection()):
-        if name not in kept:
+        if name not in ("family", *OF_PHRASES):
             yield from unheeded(cfg, name)
     least = 1 if cfg.draft.phrases is Phrases.table else 2
     if not least <= cfg.draft.order <= MOST_ORDER:
@@ -51,7 +50,7 @@ def ngram(cfg: RunConfig) -> Iterator[str]:
 
 def unheeded(cfg: RunConfig, name: str) -> Iterator[str]:
     """A knob of the draft section that is set, though the family has no use for it."""
-    value, only = getattr(cfg.draft, name), getattr(DraftSection(), name)
+    value, only = getattr(cfg.draft, name), getattr(DraftSection(vocab_size=FULL), name)
     if value != only:
         yield (
             f"draft.{name}={spelled(value)}: has no effect with "
@@ -62,6 +61,6 @@ def unheeded(cfg: RunConfig, name: str) -> Iterator[str]:
 def spelled(value: object) -> str:
     """As a command line has it."""
     plain = getattr(value, "value", value)
-    return (
-        "null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain)
-    )
+    if plain is None:
+        return "null"
+    return str(plain).lower() if isinstance(plain, bool) else str(plain)

@@ -1,6 +1,6 @@
 """The train stage of the n-gram family: the answers are counted, and nothing is learnt.
 
-No verifier, no states and no DeepSpeed. Every rank counts, and plays its share of the held-out text.
+No verifier, no states and no DeepSpeed. Every rank counts, and plays its share of what is held out.
 """
 
 import json

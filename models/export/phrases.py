@@ -28,7 +28,10 @@ def speculative_config(config: PhraseConfig, n_draft: int) -> str:
 
 
 def export_phrases(config: PhraseConfig, folder: Path, kind: ExportFormat, n_draft: int) -> Path:
-    """Write the argument as a file, and say it. Raises ConfigError for another engine or a table."""
+    """Write the argument as a file, and say it.
+
+    Raises ConfigError for another engine or a table.
+    """
     if kind is not ExportFormat.vllm:
         raise ConfigError(
             f"--to {kind.value}: the n-gram family is described for vLLM alone; take --to vllm"
