@@ -76,6 +76,12 @@ class DraftFamily(Enum):
     ngram = "ngram"  # no weights: phrases of the context, and a table of the training answers
 
 
+class Phrases(Enum):
+    context = "context"  # those of the sequence itself: prompt lookup
+    table = "table"  # those of the training answers
+    both = "both"  # the longer phrase, of equally long ones that of the sequence
+
+
 class HeadInit(Enum):
     verifier = "verifier"  # start from the verifier's rows, then train
     frozen = "frozen"  # the verifier's rows, never trained

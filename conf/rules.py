@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
+from conf.family_rules import families
 from conf.recipe_rules import recipe
 from conf.schema import (
     FULL,
@@ -50,6 +51,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         data_and_vocabulary,
         combinations,
         recipe,
+        families,
         answers,
         evaluation,
     ):

@@ -18,6 +18,7 @@ from conf.choices import (
     LossKind,
     MissingStates,
     Normalise,
+    Phrases,
     Precision,
     Stage,
     StateBackend,
@@ -78,6 +79,8 @@ class DraftSection:
     fc_norm: bool = False  # one RMSNorm an aux state
     norm_output: bool = False  # feed back the state after the final norm (EAGLE-3.1)
     qk_norm: bool = False  # one RMSNorm over each head of query and key before RoPE (Qwen3)
+    phrases: Phrases = Phrases.both  # of ngram: where phrases are looked up
+    order: int = 4  # of ngram: tokens of the longest phrase, the guessed one included
 
 
 @dataclass

@@ -20,7 +20,6 @@ from eval.acceptance import (
 )
 from eval.foretold import foretell
 from eval.measure import ExactRuns, PromptRuns, count, count_answers, count_floor, count_ranks
-from eval.ngram import NgramTable
 from eval.pages.cautions import list_warnings
 from eval.positions import beyond_training, by_absolute, by_generated
 from eval.report import (
@@ -38,6 +37,7 @@ from eval.report import (
 from eval.speed_report import LIBRARY, SpeedAtBatch, SpeedFigures
 from eval.temperatures import TemperatureRuns
 from eval.theory import expected_tokens
+from models.phrases import PhraseTable
 
 SEED = 0  # of the bootstrap
 
@@ -48,7 +48,7 @@ class Measured:
 
     exact: ExactRuns
     speed: SpeedFigures
-    table: NgramTable
+    table: PhraseTable
     at_temperatures: list[TemperatureRuns] = field(default_factory=list)
 
 
@@ -111,7 +111,7 @@ def best_chain(speed: SpeedFigures) -> int:
     return max(chains, key=lambda one: one.speedup_decode).n
 
 
-def by_task(exact: ExactRuns, table: NgramTable, section: EvalSection) -> dict[str, GroupFigures]:
+def by_task(exact: ExactRuns, table: PhraseTable, section: EvalSection) -> dict[str, GroupFigures]:
     groups: dict[str, list[PromptRuns]] = {}
     for one in exact.top:
         groups.setdefault(one.prompt.task, []).append(one)
@@ -121,7 +121,7 @@ def by_task(exact: ExactRuns, table: NgramTable, section: EvalSection) -> dict[s
     return tasks
 
 
-def group(runs: Sequence[PromptRuns], table: NgramTable, section: EvalSection) -> GroupFigures:
+def group(runs: Sequence[PromptRuns], table: PhraseTable, section: EvalSection) -> GroupFigures:
     accepted = report_acceptance([count(r, section.n_draft) for r in runs], section.bootstrap, SEED)
     return GroupFigures(
         prompts=len(runs),
@@ -138,9 +138,9 @@ def group(runs: Sequence[PromptRuns], table: NgramTable, section: EvalSection) -
     )
 
 
-def floor_of(runs: Sequence[PromptRuns], table: NgramTable, section: EvalSection) -> Floor:
+def floor_of(runs: Sequence[PromptRuns], table: PhraseTable, section: EvalSection) -> Floor:
     counters = total([count_floor(one, table, section.n_draft) for one in runs])
-    return Floor(table.order, counters.tau, counters)
+    return Floor(table.config.order, counters.tau, counters)
 
 
 def compare(runs: Sequence[PromptRuns], temperature: float) -> Lossless:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from conf.schema import ConfigError
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.phrases import PhraseConfig, PhraseTable
 from models.verifier import VerifierFacts
 
-Draft = Eagle3Draft
-AnyConfig = DraftConfig
+Draft = Eagle3Draft | PhraseTable
+AnyConfig = DraftConfig | PhraseConfig
 
 
 def facts_read(config: AnyConfig) -> tuple[str, ...]:
@@ -15,6 +16,8 @@ def facts_read(config: AnyConfig) -> tuple[str, ...]:
     match config:
         case DraftConfig():
             return ("aux_layers", "hidden_size", "vocab_size")
+        case PhraseConfig():
+            return ("vocab_size",)
 
 
 def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts) -> None:
@@ -26,12 +29,18 @@ def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts)
             f"{folder}: the head is for {words(config, sizes)}, and the verifier has "
             f"{words(facts, sizes, noun='')}; give the verifier it was trained on"
         )
-    if "aux_layers" in named and config.aux_layers != facts.aux_layers:
-        layers = ",".join(map(str, config.aux_layers))
+    read = aux_layers_of(config)
+    if read is not None and read != facts.aux_layers:
+        layers = ",".join(map(str, read))
         raise ConfigError(
-            f"{folder}: the head reads the streams after {config.aux_layers} layers, and the "
+            f"{folder}: the head reads the streams after {read} layers, and the "
             f"verifier gives those after {facts.aux_layers}; set verifier.aux_layers=[{layers}]"
         )
+
+
+def aux_layers_of(config: AnyConfig) -> list[int] | None:
+    """The verifier's streams that the draft reads; None: none."""
+    return config.aux_layers if "aux_layers" in facts_read(config) else None
 
 
 def words(found: AnyConfig | VerifierFacts, sizes: list[str], noun: str = " tokens") -> str:

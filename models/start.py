@@ -11,6 +11,7 @@ from conf.schema import FULL, ConfigError, DraftFamily, DraftSection, HeadInit
 from models.drafts import AnyConfig, Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.heads import config_of, load_head, vocabulary_of
+from models.phrases import PhraseConfig
 from models.rope import Rope, Rotary
 from models.verifier import VerifierEnds, VerifierFacts
 from models.vocab import DraftVocab, draft_vocab_size
@@ -26,6 +27,8 @@ def config_to_train(section: DraftSection, facts: VerifierFacts) -> AnyConfig:
     match section.family:
         case DraftFamily.eagle3:
             return eagle3_to_train(section, facts)
+        case DraftFamily.ngram:
+            return PhraseConfig.of(section, facts)
         case other:
             raise not_trained(other)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.runtime import say, sync_folder
 from conf.schema import ConfigError, Precision, RunConfig
 from models.bundled import resolve
-from models.draft_file import load_draft
+from models.draft_file import load_draft, read_config
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts, card_of_run, write_card
 from models.export.check import check
@@ -30,7 +30,9 @@ from models.export.layout import (
     expected_tensors,
     respell,
 )
+from models.export.phrases import export_phrases
 from models.export.vllm import VLLM
+from models.phrases import PhraseConfig
 from models.token_strings import FILE as TOKENS
 from models.token_strings import refuse_other_tokens
 from models.verifier import VerifierFacts, load_ends, load_facts, load_tokenizer
@@ -59,9 +61,14 @@ def export_head(
     layout: Layout = VLLM,
 ) -> None:
     """Write the head in ``head`` to ``folder``, with the card of the run that ``cfg`` describes."""
+    found = read_config(head)
+    if isinstance(found, PhraseConfig):
+        export_phrases(found, folder, layout.format, cfg.eval.n_draft)
+        return
     cache = Path(cfg.run.cache)
     table = load_ends(cfg.verifier, cache, torch.float32).embedding if layout.embedding else None
     draft = load_draft(head, torch.device("cpu"), torch.float32, table)
+    assert isinstance(draft, Eagle3Draft)  # as its config says
     refuse_other_tokens(head, load_tokenizer(cfg.verifier, cache))
     card = card_of_run(head, cfg, data, resolve(cfg.verifier.path, cache))
     export(draft, load_facts(cfg.verifier, cache), folder, card, dtype, layout)
