@@ -85,7 +85,7 @@ class DraftDecoder:
 
     def __init__(self, draft: Eagle3Draft, batch: int, capacity: int, device: torch.device):
         self.draft = draft
-        self.cache = DraftCache(capacity, batch)
+        self.caches = [DraftCache(capacity, batch) for _ in draft.stack]
         self.last_position = draft.config.max_positions - 1
         own_ids = torch.arange(draft.config.draft_vocab_size, device=device)
         self.target_ids = draft.to_target_ids(own_ids)  # [Vd]
@@ -103,14 +103,14 @@ class DraftDecoder:
         Each sequence has its first ``counts`` of them. They run when the next round starts, so
         that nothing is computed after the last round.
         """
-        self.cache.truncate(self.committed)
+        self._truncate()
         self._waiting, self._counts = (tokens, aux), counts
 
     def remember(self, tokens: Tensor, aux: Tensor, counts: list[int]) -> None:
         """Rows of prompts, at once: nothing is guessed from them, so they only give keys."""
         positions = self._positions(torch.arange(tokens.shape[1], device=tokens.device))
         share = self.draft.share_of(tokens, asks=False)
-        self.draft.remember(share, self.draft.fuse(aux), positions, self.cache)
+        self.draft.remember(share, self.draft.fuse(aux), positions, self.caches)
         self._commit(counts)
 
     def start(self) -> Tensor:
@@ -141,7 +141,7 @@ class DraftDecoder:
         return self.draft.logits(output.normed)
 
     def _branch(self, parents: Tensor) -> None:
-        """Tell the cache which nodes the level to come sees: its parents' and each its own.
+        """Tell the caches which nodes the level to come sees: its parents' and each its own.
 
         Until the first branching the nodes are a line, and each level saw all before.
         """
@@ -152,11 +152,16 @@ class DraftDecoder:
         inherited = lineage.gather(1, parents[..., None].expand(-1, -1, lineage.shape[-1]))
         own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
         self._lineage = torch.cat([inherited, own], -1)
-        self.cache.branches = self._lineage
+        for cache in self.caches:
+            cache.branches = self._lineage
 
     def _commit(self, counts: list[int]) -> None:
         self.committed = [n + more for n, more in zip(self.committed, counts, strict=True)]
-        self.cache.truncate(self.committed)
+        self._truncate()
+
+    def _truncate(self) -> None:
+        for cache in self.caches:
+            cache.truncate(self.committed)
 
     def _positions(self, steps: Tensor) -> Tensor:
         """[B, T] of rows ``steps`` [T] past the committed ones.
@@ -169,7 +174,7 @@ class DraftDecoder:
 
     def _run(self, tokens: Tensor, hidden: Tensor, steps: Tensor) -> DraftOutput:
         share = self.draft.share_of(tokens)
-        return self.draft(share, hidden, self._positions(steps), self.cache)
+        return self.draft(share, hidden, self._positions(steps), self.caches)
 
     def keep(self, rows: list[int]) -> None:
         """Go on with sequences ``rows``, in that order."""
@@ -179,7 +184,8 @@ class DraftDecoder:
             self._waiting = (tokens[chosen], aux[chosen])
         self._counts = [self._counts[row] for row in rows]
         self.committed = [self.committed[row] for row in rows]
-        self.cache.keep(rows)
+        for cache in self.caches:
+            cache.keep(rows)
 
 
 def check_pair(verifier: Verifier, draft: Eagle3Draft) -> None:

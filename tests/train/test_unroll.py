@@ -23,14 +23,14 @@ def chained(draft: Eagle3Draft, ids: Tensor, aux: Tensor, depth: int) -> Tensor:
     reads for each guess.
     """
     rows = len(aux)
-    cache = DraftCache(capacity=rows + depth)
+    caches = [DraftCache(capacity=rows + depth) for _ in draft.stack]
     fused = draft.fuse(aux[None])
     share = draft.share_of(ids[None, 1 : rows + 1])
-    output = draft(share, fused, torch.arange(rows)[None], cache)
+    output = draft(share, fused, torch.arange(rows)[None], caches)
     normed = [output.normed[0, -1]]
     for k in range(1, depth):
         share = draft.share_of(ids[None, rows + k : rows + k + 1])
-        output = draft(share, output.hidden[:, -1:], torch.tensor([[rows - 1 + k]]), cache)
+        output = draft(share, output.hidden[:, -1:], torch.tensor([[rows - 1 + k]]), caches)
         normed.append(output.normed[0, -1])
     return torch.stack(normed)
 
@@ -71,7 +71,7 @@ def test_parity_catches_an_off_by_one(mistake: str, lab, monkeypatch: pytest.Mon
     forward = Eagle3Draft.forward
     calls: list[tuple[Tensor, Tensor]] = []
 
-    def wrong(self, share, hidden, positions, memory, known=False):
+    def wrong(self, share, hidden, positions, memories, known=False):
         step = len(calls)
         calls.append((share, hidden))
         if mistake == "position" and positions.dim() == 1:
@@ -80,9 +80,9 @@ def test_parity_catches_an_off_by_one(mistake: str, lab, monkeypatch: pytest.Mon
             share = calls[step - 1][0][: len(share)]
         if mistake == "hidden" and step:
             hidden = calls[0][1][: len(hidden)]
-        if mistake == "keys":
-            memory.earlier = []
-        return forward(self, share, hidden, positions, memory, known)
+        if mistake.startswith("keys"):
+            memories[0 if mistake == "keys" else 1].earlier = []
+        return forward(self, share, hidden, positions, memories, known)
 
     document = lab.document([0] * 20)
     expected = chained(draft, document.ids[:10], document.aux[:6], 4)
