@@ -1,7 +1,7 @@
 """Run under torchrun by test_engine.py: a few steps on made-up states, the curve as JSON.
 
 argv: steps out_file job ...    A job is stage:precision[:samples a pack[:samples a step,...[:qk]]];
-with other sizes than the usual ones it runs six steps, and with qk a draft with qk_norm.
+with other sizes than the usual ones it runs six steps, and with qk a draft of two layers with qk_norm.
 """
 
 import json
@@ -119,6 +119,7 @@ def build(spec: Spec, ranks: RankInfo) -> "Job":
         max_positions=64, rope={"rope_type": "default", "rope_theta": 1e4},
         norm_before_residual=False, norm_before_fc=False, fc_norm=True, norm_output=False,
         qk_norm=spec.qk_norm,
+        layers=2 if spec.qk_norm else 1,
     )  # fmt: skip
     draft = Eagle3Draft(config)
     for parameter in draft.parameters():
