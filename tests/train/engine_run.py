@@ -1,7 +1,7 @@
 """Run under torchrun by test_engine.py: a few steps on made-up states, the curve as JSON.
 
 argv: steps out_file job ...    A job is stage:precision[:samples a pack[:samples a step,...[:qk]]];
-with other sizes than the usual ones it runs six steps, and with qk a draft of two layers with qk_norm.
+with other sizes than the usual ones it runs six steps, with qk a draft of two layers with qk_norm.
 """
 
 import json
