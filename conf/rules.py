@@ -8,6 +8,7 @@ from typing import Any
 
 from conf.draft_rules import decoder_layers, draft
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
+from conf.recipe_rules import recipe
 from conf.schema import (
     FULL,
     AnswerBackend,
@@ -50,6 +51,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         draft,
         decoder_layers,
         combinations,
+        recipe,
         answers,
         evaluation,
     ):

@@ -16,6 +16,11 @@ rows and the result does not change. With further decoder layers the table holds
 with keys of its own. At step 0 all rows run through all layers but the last, whose keys are made of
 what comes out there: the last layer alone is trimmed then. Later steps run chains in every layer.
 Shapes: T packed rows, R chains of a step, K steps, D width.
+
+With ttt.feed=own the token of step k is the draft's own likeliest one at row t of step k-1, as in
+serving; nothing is differentiated through the choice. The target stays the verifier's word after
+x[..t+1+k], so where a guess was wrong the chain is off its target's prefix: it is taught to come
+back to a text that it has left.
 """
 
 from dataclasses import dataclass
@@ -24,14 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conf.schema import TTTSection
+from conf.schema import Feed, TTTSection
 from data.chains import ChainStep, shifted
 from data.records import TTTBatch
 from models.attention import Kernel
 from models.eagle3 import DraftOutput, Eagle3Draft
 from models.marks import part
 from models.memory import TTTMemory
-from train.loss import Distillation, grade
+from train.loss import CHUNK_LOGITS, Distillation, grade
+from train.step_weights import look_for, step_weights
 
 
 @dataclass(frozen=True)
@@ -73,40 +79,50 @@ def open_unroll(
 
 
 def unroll(
-    draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, recompute: bool = False
+    draft: Eagle3Draft,
+    batch: TTTBatch,
+    kernel: Kernel,
+    recompute: bool = False,
+    feed: Feed = Feed.data,
 ) -> list[Tensor]:
-    """Run the chains of ``batch`` on the data's tokens -> K times [R, D], what the head reads.
+    """Run the chains of ``batch`` -> K times [R, D], what the head reads.
 
     ``recompute``: keep a step's states and keys only, and compute its inside again in the backward.
     """
     opening, chains = open_unroll(draft, batch, kernel, recompute), batch.chains
-    share = draft.share_of(opening.tokens[chains.near])
     hidden, memories = opening.hidden.index_select(0, chains.steps[0].rows), opening.memories
+    near = draft.share_of(opening.tokens[chains.near]) if feed is Feed.data else None
 
     def advance(
-        step: ChainStep, hidden: Tensor, memories: list[TTTMemory], known: bool
+        step: ChainStep, fed: Tensor, hidden: Tensor, memories: list[TTTMemory], known: bool
     ) -> DraftOutput:
-        return draft(share.index_select(0, step.tokens), hidden, step.positions, memories, known)
+        share = draft.share_of(fed) if near is None else near.index_select(0, fed)
+        return draft(share, hidden, step.positions, memories, known)
 
-    normed = []
+    normed: list[Tensor] = []
     for k, step in enumerate(chains.steps):
         memories = [memory.following(step.runs, step.kept) for memory in memories]
+        fed = step.tokens
+        if near is None:
+            fed = likeliest(draft, normed[-1]) if k else opening.tokens[step.rows]
+            fed = fed if step.kept is None else fed[step.kept]
         hidden = hidden if step.kept is None else hidden.index_select(0, step.kept)
+        given = (step, fed, hidden, memories, k == 0)
         if recompute:  # nothing is drawn at random
-            output = checkpoint(
-                advance,
-                step,
-                hidden,
-                memories,
-                k == 0,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+            output = checkpoint(advance, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            output = advance(step, hidden, memories, k == 0)
+            output = advance(*given)
         hidden = output.hidden
         normed.append(output.normed)
     return normed
+
+
+@torch.no_grad()
+def likeliest(draft: Eagle3Draft, normed: Tensor) -> Tensor:
+    """normed [R, D] -> [R] target ids; the head in chunks, as in the loss."""
+    head = draft.lm_head.weight
+    chunks = normed.split(max(1, CHUNK_LOGITS[normed.device.type] // len(head)))
+    return draft.to_target_ids(torch.cat([(chunk @ head.T).argmax(-1) for chunk in chunks]))
 
 
 def unroll_own(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, depth: int) -> Tensor:
@@ -123,7 +139,7 @@ def unroll_own(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, depth: int) 
         memories = [memory.following(step.runs, None) for memory in memories]
         output = draft(share, hidden, step.positions + k, memories, known=k == 0)
         hidden = output.hidden
-        tokens = draft.to_target_ids(draft.logits(output.normed).argmax(-1))
+        tokens = likeliest(draft, output.normed)
         share = draft.share_of(tokens)
         proposed[k, step.rows] = tokens
     return proposed
@@ -164,10 +180,12 @@ class TrainingTimeTest(nn.Module):
             return unroll_own(self.draft, batch, self.kernel, own)
         assert row_weights is not None
         chains = batch.chains
-        steps = unroll(self.draft, batch, self.kernel, self.recompute)
-        weights = row_weights[chains.documents] * self.ttt.decay ** chains.depths.to(row_weights)
+        steps = unroll(self.draft, batch, self.kernel, self.recompute, self.ttt.feed)
         with part("loss"):
-            guesses = self.distillation(self.draft, batch, steps, weights)
+            ahead = look_for(self.ttt.weights, self.distillation.kind)
+            first = ahead and self.distillation.look(ahead, self.draft, batch, steps)
+            weights = step_weights(self.ttt, chains, row_weights, first)
+            guesses = self.distillation(self.draft, batch, steps, weights, first)
         figures = torch.stack((guesses.losses, torch.ones_like(guesses.losses), guesses.hits))
         totals = figures.new_zeros(3, self.ttt.depth).index_add_(1, chains.depths, figures)
         return TTTOutput(guesses.loss, *totals)

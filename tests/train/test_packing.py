@@ -171,7 +171,7 @@ def test_borders_that_do_not_add_up_to_the_rows_are_refused():
                 Chains.of(mask, torch.tensor(starts), DEPTH, rule)
 
 
-@pytest.mark.parametrize("kind", list(LossKind))
+@pytest.mark.parametrize("kind", [k for k in LossKind if k is not LossKind.mix])  # its own mean
 def test_every_loss_adds_up(kind, lab, three):
     module = lab.module(lab.draft(), DEPTH, kind=kind)
     whole = lab.step(module, lab.pack(three, DEPTH)).loss

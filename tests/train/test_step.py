@@ -61,7 +61,7 @@ def test_every_loss_equals_its_definition(kind, lab):
     draft, documents = lab.draft(qk_norm=True), lab.documents(MASKS["packed"])
     module = lab.module(draft, DEPTH, kind=kind)
     found = lab.step(module, lab.pack(documents, DEPTH))
-    twin = sum(lab.plain_sum(draft, d, DEPTH, Supervise.span, kind) for d in documents)
+    twin = lab.recipe(DEPTH, kind=kind).total(draft, documents)
     assert found.loss == pytest.approx(twin.item(), rel=1e-12)
     assert lab.apart(found.grads, lab.gradients(twin, module)) <= 1e-12
 
