@@ -170,7 +170,8 @@ class Eagle3Draft(nn.Module):
     @property
     def stack(self) -> list[DraftLayer]:
         """The decoder layers, the first one first."""
-        return [self.midlayer, *(self.layers[name] for name in self.layers)]
+        later: Any = self.layers.values()  # a ModuleDict knows them as modules alone
+        return [self.midlayer, *later]
 
     def share_of(self, tokens: Tensor, asks: bool = True) -> Tensor:
         """tokens [...] -> their share of query, key and value [..., (H + 2 Hkv) * Dh].

@@ -94,12 +94,12 @@ def differences(last: LastLayer, draft: DraftConfig) -> Iterator[str]:
 def is_rms_norm(norm: nn.Module | None) -> bool:
     """Whether it scales by its weight and no more, told by what it computes: Gemma adds 1 to its
     weight, LayerNorm takes the mean away."""
-    if not isinstance(getattr(norm, "weight", None), Tensor):
+    if norm is None or not isinstance(getattr(norm, "weight", None), Tensor):
         return False
     probe = deepcopy(norm).to_empty(device="cpu").float()
     for parameter in probe.parameters():
         nn.init.constant_(parameter, 2.0)
-    states = torch.linspace(-1.0, 3.0, len(probe.weight))
+    states = torch.linspace(-1.0, 3.0, len(probe.get_parameter("weight")))
     scaled = 2 * states / states.square().mean().sqrt()
     return torch.allclose(probe(states[None])[0], scaled, rtol=1e-3, atol=1e-3)
 
