@@ -34,6 +34,7 @@ HUB = "hub:"  # opens the name of a hub data set among paths
 
 
 FULL = "full"  # of draft.vocab_size: the head scores every token of the verifier
+MOST_LAYERS = 16  # of a draft: it runs once a guess, a deeper one is a verifier of its own
 
 
 class ConfigError(ValueError):
@@ -71,7 +72,7 @@ class DraftSection:
     # published; null: a new one. Its own rows begin the head, but for head_init=frozen.
     init: str | None = None
     layers: int = 1  # decoder layers; of medusa: residual blocks a head
-    layer_init: LayerInit = LayerInit.random  # what the decoder layer starts from
+    layer_init: LayerInit = LayerInit.random  # what the decoder layers start from
     intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's
     norm_before_residual: bool = False  # layer-0 residual is the normed state

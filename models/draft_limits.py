@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from conf.schema import MOST_LAYERS
 from models.rope import STATIC_TYPES
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ ROPE_NEEDS = {  # by type, what its table cannot do without
 
 def faults(draft: "DraftConfig") -> Iterator[str]:
     """Each names the field, its value and the rule."""
-    for name, most in [*((name, LARGEST) for name in SIZES), ("max_positions", 2**31)]:
+    sizes = dict.fromkeys(SIZES, LARGEST) | {"max_positions": 2**31, "layers": MOST_LAYERS}
+    for name, most in sizes.items():
         value = getattr(draft, name)
         if type(value) is not int or not 1 <= value <= most:
             yield f"{name}={value!r}: must be a whole number in 1..{most}"

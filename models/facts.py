@@ -20,7 +20,7 @@ from models.layer_shape import LayerShape
 from models.rope import STATIC_TYPES, table_for_llama
 
 MIN_LAYERS = 7  # below it the default aux layers [2, L//2, L-3] are not three ascending ids
-NEEDED = (  # of a verifier's config: the draft is one Llama layer on its states
+NEEDED = (  # of a verifier's config: the draft is Llama layers on its states
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",

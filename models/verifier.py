@@ -190,22 +190,25 @@ def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> Veri
     """
     folder = resolve(section.path, cache)
     config = load_config_of(section, cache)
-    with torch.device("meta"), library_errors_named(section, "model"):
-        skeleton = auto_class(config).from_config(
-            config, trust_remote_code=section.trust_remote_code
-        )
+    skeleton = skeleton_of(section, config)
     names = {id(p): n for n, p in skeleton.named_parameters()}  # a tied head has the first name
     where = tensor_files(folder)
+    outside = [key for key in where if ".layers." not in key]
 
     def read(weight: Tensor) -> Tensor:
-        return read_tensor(
-            folder, where, stored_name(skeleton, where, names[id(weight)]), weight.shape
-        ).to(dtype)
+        name = stored_name(skeleton, outside, names[id(weight)])
+        return read_tensor(folder, where, name, weight.shape).to(dtype)
 
     table, rows = skeleton.get_input_embeddings().weight, skeleton.get_output_embeddings().weight
     embedding = read(table)
     head = embedding if rows is table else read(rows)
     return VerifierEnds(embedding, head, config.get_text_config())
+
+
+def skeleton_of(section: VerifierSection, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without its weights, on the meta device."""
+    with torch.device("meta"), library_errors_named(section, "model"):
+        return auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
 
 
 def tensor_files(folder: Path) -> dict[str, str]:

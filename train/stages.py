@@ -19,7 +19,7 @@ from conf.runtime import (
     say,
     write_atomically,
 )
-from conf.schema import CaptureMode, ConfigError, DraftFamily, RunConfig, Stage
+from conf.schema import CaptureMode, ConfigError, DraftFamily, LayerInit, RunConfig, Stage
 from conf.settings import refuse_other_settings
 from data.capture import capture
 from data.capture_job import manifest_of
@@ -34,7 +34,9 @@ from data.sources import DataFile, digest
 from eval.chosen import choose_prompts
 from eval.main import evaluate, head_to_measure
 from models.draft_file import CONFIG
+from models.eagle3 import DraftConfig
 from models.export.write import export_run
+from models.last_layer import refuse_other_layer
 from models.start import config_to_train
 from models.token_strings import refuse_other_tokens, save_tokens
 from models.verifier import load_facts, load_tokenizer
@@ -86,9 +88,12 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
 
 
 def refuse_unfit_start(cfg: RunConfig) -> None:
-    """Raise ConfigError now, not after the capture, when draft.init cannot be what it is to be."""
+    """Raise ConfigError now, not after the capture, when the draft cannot start from what is
+    named: draft.init, or the verifier's last layer."""
     cache = cache_dir(cfg)
-    config_to_train(cfg.draft, load_facts(cfg.verifier, cache))
+    draft = config_to_train(cfg.draft, load_facts(cfg.verifier, cache))
+    if cfg.draft.layer_init is LayerInit.verifier and isinstance(draft, DraftConfig):
+        refuse_other_layer(cfg.verifier, cache, draft)
     if cfg.draft.init is not None:
         refuse_other_tokens(Path(cfg.draft.init), load_tokenizer(cfg.verifier, cache))
 

@@ -85,6 +85,11 @@ def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | N
             "SGLang has no draft class that reads the head's qk_norm; serve it with vLLM, or train "
             "one with draft.qk_norm=false"
         )
+    if stack is Stack.sglang and head.layers > 1:
+        return (
+            f"SGLang does not read the head's {head.layers} layers by their names; serve it with "
+            "vLLM, or train one with draft.layers=1"
+        )
     if stack is Stack.sglang and (head.norm_before_residual or head.norm_before_fc):
         return (
             "SGLang ignores the head's norm_before_residual or norm_before_fc, so it would accept "

@@ -235,8 +235,9 @@ def verifier_part(card: CardFacts, draft: DraftConfig) -> list[str]:
 def head_part(draft: DraftConfig) -> list[str]:
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
     switches = ", ".join(f"{flag} {str(getattr(draft, flag)).lower()}" for flag in flags)
+    layers = "one decoder layer" if draft.layers == 1 else f"{draft.layers} decoder layers, each"
     return [
-        f"- one decoder layer: {draft.num_heads} heads of {draft.head_dim} over "
+        f"- {layers}: {draft.num_heads} heads of {draft.head_dim} over "
         f"{draft.num_kv_heads} key-value heads, MLP {draft.intermediate_size}",
         f"- draft vocabulary {draft.draft_vocab_size:,} of {draft.vocab_size:,} tokens, own head",
         f"- positions up to {draft.max_positions:,}; {switches}",

@@ -10,8 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from conf.schema import Precision
-from models.draft_limits import LARGEST, misfits, rope_faults
+from conf.schema import MOST_LAYERS, Precision
+from models.draft_limits import LARGEST, SIZES, misfits, rope_faults
 from models.eagle3 import DraftConfig
 from models.export.check_tensors import numbers, tensors, vocabulary
 from models.export.check_verifier import against_verifier
@@ -35,16 +35,7 @@ from models.export.speculators import SPECULATORS
 from models.export.vllm import VLLM
 
 NEEDED = {"hidden_size", "intermediate_size", "num_heads", "vocab_size"}  # no default stands in
-POSITIVE = (
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "draft_vocab_size",
-    "max_positions",
-)
+POSITIVE = dict.fromkeys((*SIZES, "max_positions"), 2**31) | {"layers": MOST_LAYERS}
 
 
 def check(folder: Path, verifier: Path | None = None, layout: Layout | None = None) -> list[str]:
@@ -125,8 +116,8 @@ def kinds(found: dict[str, Any], layout: Layout) -> Iterator[str]:
         return f"{CONFIG}: {layout.keys[name]}={found[name]!r}"
 
     there = {name for name, value in found.items() if value is not ABSENT}
-    for name in POSITIVE:
-        if name in there and (type(found[name]) is not int or not 1 <= found[name] <= 2**31):
+    for name, most in POSITIVE.items():
+        if name in there and (type(found[name]) is not int or not 1 <= found[name] <= most):
             yield f"{named(name)}: must be an integer of at least 1, and possible"
     for flag in NORM_FLAGS:
         if flag in there and type(found[flag]) is not bool:
@@ -160,6 +151,7 @@ def assumed(config: dict[str, Any], found: dict[str, Any], layout: Layout) -> di
         "rope": {"rope_type": "default", "rope_theta": theta},
         "aux_layers": plain or [*range(1, 1 + (count if type(count) is int else 3))],
         "qk_norm": "llama",
+        "layers": 1,
         **dict.fromkeys(NORM_FLAGS, False),
         **({"norm_before_residual": True} if layout is SPECULATORS else {}),
     }

@@ -1,5 +1,6 @@
 """The tensors of an EAGLE-3 folder against the exact set that its layout asks for."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,8 @@ def reason(name: str, layout: Layout) -> str:
         return "; fc_norm is false, or there are fewer aux layers"
     if name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
         return "; model_type names a draft class that norms neither query nor key"
+    if re.match(r"layers\.[1-9]\d*\.", name):
+        return "; num_hidden_layers names fewer layers, or it is no tensor of a Llama layer"
     if name.startswith("model."):
         return "; names carry no model. prefix"
     if name == "t2d" and not layout.membership:
@@ -67,7 +70,7 @@ def reason(name: str, layout: Layout) -> str:
     if name in ("d2t", "t2d"):
         return "; draft_vocab_size equals vocab_size, so there is no map"
     spellings = f"{MIDLAYER} or {NUMBERED}" if layout.both_spellings else layout.layer
-    return f"; the layer's tensors begin with {spellings}"
+    return f"; the first layer's tensors begin with {spellings}"
 
 
 def vocabulary(file: Any, draft: DraftConfig, layout: Layout) -> Iterator[str]:

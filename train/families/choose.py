@@ -4,10 +4,12 @@ import shutil
 
 import torch
 
-from conf.schema import ConfigError, RunConfig
+from conf.runtime import cache_dir
+from conf.schema import ConfigError, LayerInit, RunConfig
 from models.drafts import Draft
 from models.eagle3 import Eagle3Draft
 from models.kernels import choose_kernel
+from models.last_layer import take_last_layer
 from models.verifier import VerifierEnds
 from train.loss import Distillation
 from train.ttt import TrainingTimeTest
@@ -27,6 +29,8 @@ def trainee_for(
 def training_time_test(
     cfg: RunConfig, draft: Eagle3Draft, ends: VerifierEnds, device: torch.device, dtype: torch.dtype
 ) -> TrainingTimeTest:
+    if cfg.draft.layer_init is LayerInit.verifier:
+        take_last_layer(draft, cfg.verifier, cache_dir(cfg))
     own_ids = torch.arange(draft.config.draft_vocab_size)
     head = ends.head[draft.to_target_ids(own_ids)].to(device=device, dtype=dtype)
     kernel = choose_kernel(cfg.engine.attention, device, dtype, draft.config.head_dim)

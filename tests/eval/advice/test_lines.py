@@ -151,6 +151,7 @@ def test_a_draft_model_and_a_look_up(made):
         (Stack.sglang, None, {"norm_before_residual": True}, "serve it with vLLM"),
         (Stack.sglang, None, {"norm_before_fc": True}, "serve it with vLLM"),
         (Stack.sglang, None, {"qk_norm": True}, "reads the head's qk_norm"),
+        (Stack.sglang, None, {"layers": 2}, "train one with draft.layers=1"),
     ],
 )
 def test_stacks_that_lack_the_family(made, measured, stack, version, flags, said):
@@ -165,6 +166,7 @@ def test_heads_that_they_do_read(made, measured):
         (Stack.vllm, "0.22", {"fc_norm": True, "norm_output": True}),
         (Stack.vllm, "0.8.5", {}),
         (Stack.vllm, None, {"qk_norm": True}),
+        (Stack.vllm, None, {"layers": 2}),
         (Stack.sglang, "0.4.4", {}),
         (Stack.eyrie, None, {"norm_before_residual": True}),
     ):
