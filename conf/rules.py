@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
+from conf.eagle1_rules import eagle1
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
 from conf.schema import (
     FULL,
@@ -48,6 +49,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         choices,
         data_and_vocabulary,
         combinations,
+        eagle1,
         answers,
         evaluation,
     ):
