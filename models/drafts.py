@@ -3,17 +3,18 @@
 from pathlib import Path
 
 from conf.schema import ConfigError
+from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.verifier import VerifierFacts
 
-Draft = Eagle3Draft
-AnyConfig = DraftConfig
+Draft = Eagle3Draft | Eagle1Draft
+AnyConfig = DraftConfig | Eagle1Config
 
 
 def facts_read(config: AnyConfig) -> tuple[str, ...]:
     """The facts of a verifier that must be those of the one the draft was trained on."""
     match config:
-        case DraftConfig():
+        case DraftConfig() | Eagle1Config():
             return ("aux_layers", "hidden_size", "vocab_size")
 
 

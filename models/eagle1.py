@@ -157,7 +157,6 @@ class Eagle1Draft(nn.Module):
 
         Raises ConfigError for a verifier whose final state or logits are made in another way.
         """
-        refuse_other_ends(ends, self.config)
         for module in (self.fc, *self.layers.modules()):
             if isinstance(module, nn.Linear):
                 module.weight.normal_(std=INIT_STD)
@@ -166,7 +165,8 @@ class Eagle1Draft(nn.Module):
     @torch.no_grad()
     def share(self, ends: VerifierEnds, copied: bool = False) -> None:
         """Take the verifier's embedding, head and final norm; not ``copied``: the tensors as they
-        are, in the place of the rounded copies in a file."""
+        are, in the place of the rounded copies in a file. Raises ConfigError as ``initialise``."""
+        refuse_other_ends(ends, self.config)
         assert ends.norm is not None
         for module, weight in (
             (self.embed_tokens, ends.embedding),

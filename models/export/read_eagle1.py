@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from conf.schema import ConfigError
 from models.draft_limits import faults
-from models.eagle1 import Eagle1Config, Eagle1Draft, refuse_other_ends
+from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.export.check import check
 from models.export.dialect import read_config
 from models.export.eagle1 import EAGLE1, is_eagle1
@@ -39,7 +39,6 @@ def read_eagle1(folder: Path, ends: VerifierEnds) -> Eagle1Draft:
     for finding in check(folder):
         raise ConfigError(f"{folder}: {finding}")
     config = eagle1_config_of(folder)
-    refuse_other_ends(ends, config)
     with torch.device("meta"):  # its shapes alone; the weights are the file's and the verifier's
         draft = Eagle1Draft(config)
     draft.load_state_dict(load_file(folder / WEIGHTS), strict=False, assign=True)
