@@ -30,6 +30,11 @@ def eagle1(cfg: RunConfig) -> Iterator[str]:
         yield (
             f"ttt.depth={cfg.ttt.depth}: draft.family=eagle1 is trained one step deep; set ttt=one"
         )
+    if cfg.engine.zero_stage == 3:
+        yield (
+            "engine.zero_stage=3: scatters the weights, which draft.family=eagle1 needs whole on "
+            "each rank to measure acceptance; set engine.zero_stage=2"
+        )
     draft = cfg.draft
     for knob, value, only in (
         ("draft.vocab_size", draft.vocab_size, FULL),

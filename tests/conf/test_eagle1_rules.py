@@ -47,6 +47,7 @@ def test_the_group_file_is_enough(whole: RunConfig):
         ("loss.kind", LossKind.tv, "loss.kind=kl"),
         ("ttt.feed", Feed.own, "ttt.feed=data"),
         ("ttt.weights", StepWeights.reached, "ttt.weights=decay"),
+        ("engine.zero_stage", 3, "engine.zero_stage=2"),
         ("engine.recompute", True, "engine.recompute=false"),
     ],
 )
