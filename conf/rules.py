@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 from conf.draft_rules import decoder_layers, draft
+from conf.eagle1_rules import eagle1
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
 from conf.family_rules import families
 from conf.recipe_rules import recipe
@@ -54,6 +55,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         combinations,
         recipe,
         families,
+        eagle1,
         answers,
         evaluation,
     ):

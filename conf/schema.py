@@ -59,7 +59,8 @@ class VerifierSection:
     path: str = MISSING  # local directory, hub name, or wheel:<distribution>==<version>
     dtype: Precision = Precision.bfloat16  # precision of regenerate and capture
     attention: Attention = Attention.sdpa  # the library's attention implementation
-    aux_layers: list[int] | None = None  # streams after n decoder layers; null: [2, L//2, L-3]
+    # Streams after n decoder layers, -1 after the last; null: [2, L//2, L-3]
+    aux_layers: list[int] | None = None
     trust_remote_code: bool = False  # run Python code that ships with the weights
 
 

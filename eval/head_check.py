@@ -71,7 +71,9 @@ def trained_weights(cfg: RunConfig) -> set[str]:
 
 def is_of(manifest: Manifest, cfg: RunConfig) -> bool:
     layers = cfg.verifier.aux_layers
-    return manifest.verifier_path == cfg.verifier.path and layers in (None, manifest.aux_layers)
+    counted = layers is None or min(layers) < 0  # by the number of layers, which is not known here
+    same = counted or layers == manifest.aux_layers
+    return manifest.verifier_path == cfg.verifier.path and same
 
 
 def head_config(head: Path) -> DraftConfig | None:

@@ -23,6 +23,7 @@ from models.export.check import check
 from models.export.check_verifier import holds_embedding
 from models.export.engines import LAYOUTS
 from models.export.layout import Layout
+from models.export.read_eagle1 import is_eagle1_folder
 from models.export.write import export_head
 
 
@@ -92,6 +93,9 @@ def judge(folder: Path, verifier: Path | None, layout: Layout | None) -> int:
 
 def beside_verifier(folder: Path, verifier: Path, found: bool) -> list[str]:
     """What the head's guesses show. A head that cannot be run is the finding that was ``found``."""
+    if is_eagle1_folder(folder):
+        say("an EAGLE-1 head reads the last layer alone: other layer ids were not tried")
+        return []
     try:
         return wiring_findings(folder, verifier)
     except ConfigError as refusal:

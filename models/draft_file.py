@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from conf.runtime import write_atomically
 from conf.schema import ConfigError, DraftFamily
 from models.drafts import AnyConfig, Draft
+from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.phrases import PhraseConfig, PhraseTable
 
@@ -43,6 +44,8 @@ def read_config(folder: Path) -> AnyConfig:
             return DraftConfig.from_json(text)
         case DraftFamily.ngram:
             return PhraseConfig.from_json(text)
+        case DraftFamily.eagle1:
+            return Eagle1Config.from_json(text)
         case other:
             raise ConfigError(
                 f"{folder}: holds a draft of the family {other.value}, which this version cannot "
@@ -57,6 +60,8 @@ def build_draft(config: AnyConfig) -> Draft:
             return Eagle3Draft(config)
         case PhraseConfig():
             return PhraseTable(config)
+        case Eagle1Config():
+            return Eagle1Draft(config)
 
 
 def load_draft(

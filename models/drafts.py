@@ -3,18 +3,19 @@
 from pathlib import Path
 
 from conf.schema import ConfigError
+from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.phrases import PhraseConfig, PhraseTable
 from models.verifier import VerifierFacts
 
-Draft = Eagle3Draft | PhraseTable
-AnyConfig = DraftConfig | PhraseConfig
+Draft = Eagle3Draft | Eagle1Draft | PhraseTable
+AnyConfig = DraftConfig | Eagle1Config | PhraseConfig
 
 
 def facts_read(config: AnyConfig) -> tuple[str, ...]:
     """The facts of a verifier that must be those of the one the draft was trained on."""
     match config:
-        case DraftConfig():
+        case DraftConfig() | Eagle1Config():
             return ("aux_layers", "hidden_size", "vocab_size")
         case PhraseConfig():
             return ("vocab_size",)

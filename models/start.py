@@ -9,6 +9,7 @@ from torch import Tensor
 from conf.runtime import note_once
 from conf.schema import FULL, ConfigError, DraftFamily, DraftSection, HeadInit
 from models.drafts import AnyConfig, Draft
+from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.heads import config_of, load_head, vocabulary_of
 from models.phrases import PhraseConfig
@@ -29,6 +30,8 @@ def config_to_train(section: DraftSection, facts: VerifierFacts) -> AnyConfig:
             return eagle3_to_train(section, facts)
         case DraftFamily.ngram:
             return PhraseConfig.of(section, facts)
+        case DraftFamily.eagle1:
+            return Eagle1Config.of(section, facts)
         case other:
             raise not_trained(other)
 
@@ -117,6 +120,10 @@ def new_draft(
     match section.family:
         case DraftFamily.eagle3:
             return new_eagle3(section, facts, ends, vocab)
+        case DraftFamily.eagle1:
+            draft = Eagle1Draft(Eagle1Config.of(section, facts))
+            draft.initialise(ends)
+            return draft
         case other:
             raise not_trained(other)
 

@@ -10,6 +10,7 @@ from eval.drafters.eagle3 import Eagle3Drafter
 from eval.drafters.phrases import PhraseDrafter
 from eval.propose import Drafter
 from models.drafts import Draft, facts_read
+from models.eagle1 import Eagle1Draft
 from models.eagle3 import Eagle3Draft
 from models.phrases import PhraseTable
 from models.verifier import Verifier
@@ -18,7 +19,7 @@ from models.verifier import Verifier
 def drafter_for(draft: Draft, batch: int, capacity: int, device: torch.device) -> Drafter:
     """The side of ``batch`` sequences, of at most ``capacity`` rows each, guesses included."""
     match draft:
-        case Eagle3Draft():
+        case Eagle3Draft() | Eagle1Draft():
             return Eagle3Drafter(draft, batch, capacity, device)
         case PhraseTable():
             return PhraseDrafter(draft, batch, device)

@@ -1,9 +1,10 @@
-"""EAGLE-3 as a drafter: decoder layers over fused verifier states, a cache each."""
+"""EAGLE-3 and EAGLE-1 as drafters: decoder layers over the verifier's states, a cache each."""
 
 import torch
 from torch import Tensor
 
 from conf.shapes import Shape
+from models.eagle1 import Eagle1Draft
 from models.eagle3 import DraftOutput, Eagle3Draft
 from models.memory import DraftCache
 from models.verifier import VerifierStates
@@ -12,7 +13,9 @@ from models.verifier import VerifierStates
 class Eagle3Drafter:
     """The draft with its caches: rows made of verifier states stay, rows of guesses do not."""
 
-    def __init__(self, draft: Eagle3Draft, batch: int, capacity: int, device: torch.device):
+    def __init__(
+        self, draft: Eagle3Draft | Eagle1Draft, batch: int, capacity: int, device: torch.device
+    ):
         self.draft = draft
         self.caches = [DraftCache(capacity, batch) for _ in draft.stack]
         self.last_position = draft.config.max_positions - 1

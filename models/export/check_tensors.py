@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.eagle3 import DraftConfig
 from models.export.layout import (
     EMBEDDING,
     MIDLAYER,
     NUMBERED,
     WEIGHTS,
+    HeadConfig,
     Layout,
     TensorSpec,
     respell,
@@ -22,7 +22,7 @@ OFFSETS = {"I64": torch.int64, "I32": torch.int32}
 
 
 def tensors(
-    file: Any, draft: DraftConfig, layout: Layout, expected: dict[str, TensorSpec]
+    file: Any, draft: HeadConfig, layout: Layout, expected: dict[str, TensorSpec]
 ) -> Iterator[str]:
     """Names, shapes and dtypes against the exact set; the embedding alone may be optional."""
     if (file.metadata() or {}).get("format") != "pt":
@@ -53,6 +53,8 @@ def tensors(
 
 def reason(name: str, layout: Layout) -> str:
     """What an unknown tensor would do, where it is known."""
+    if layout.last_alone and not name.endswith(".bias"):
+        return "; vLLM stops there: this head has no norm before or behind its layer, and no rows"
     if name.endswith(".bias"):
         return f"; {layout.engine} has no bias there, and vLLM drops one without a word"
     if name.startswith("input_norm."):
@@ -73,7 +75,7 @@ def reason(name: str, layout: Layout) -> str:
     return f"; the first layer's tensors begin with {spellings}"
 
 
-def vocabulary(file: Any, draft: DraftConfig, layout: Layout) -> Iterator[str]:
+def vocabulary(file: Any, draft: HeadConfig, layout: Layout) -> Iterator[str]:
     """d2t must hold offsets that reach ascending, unique verifier ids, those that t2d marks."""
     size, total = draft.draft_vocab_size, draft.vocab_size
     if size >= total or "d2t" not in file.keys():  # noqa: SIM118  a file, not a dict

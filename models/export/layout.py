@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import ConfigError, ExportFormat, Precision
+from models.eagle1 import Eagle1Config
 from models.eagle3 import DraftConfig
 from models.export.card import CardFacts
 from models.facts import VerifierFacts
@@ -21,6 +22,7 @@ EMBEDDING = "embed_tokens.weight"  # left out where the engine then shares the v
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 STORED = {Precision.float32: "F32", Precision.bfloat16: "BF16"}  # safetensors' names
 ABSENT = object()
+HeadConfig = DraftConfig | Eagle1Config  # of the families that are written by a layout
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,18 @@ class Layout:
     engine: str  # as its makers write it
     keys: dict[str, str]  # field of DraftConfig -> where config.json holds it
     setting_keys: dict[str, str]  # field of Setting -> the same
-    config_for: Callable[[DraftConfig, Setting], dict[str, Any]]
-    refusals: Callable[[DraftConfig], Iterator[str]]  # what the engine would run otherwise
-    serve: Callable[[CardFacts, DraftConfig, Path], list[str]]  # lines for a shell
+    config_for: Callable[[Any, Setting], dict[str, Any]]  # Any: its family's config
+    refusals: Callable[[Any], Iterator[str]]  # what the engine would run otherwise
+    serve: Callable[[CardFacts, Any, Path], list[str]]  # lines for a shell
     layer: str = MIDLAYER
     both_spellings: bool = True  # the first layer's other prefix is read as well
     offsets: str = "I64"  # dtype of d2t
     membership: bool = True  # t2d is in the file, too
     embedding: bool = False  # and a copy of the verifier's, which the engine does not look up
     last_stream: bool = True  # the stream after the verifier's last layer can be an aux state
+    last_alone: bool = False  # and it is the only one
+    draft_of: Callable[[dict[str, Any]], HeadConfig] = lambda values: draft_of(values)
+    shapes: Callable[[Any], dict[str, tuple[int, ...]]] = lambda draft: weight_shapes(draft)
 
 
 @dataclass(frozen=True)
@@ -110,13 +115,13 @@ def fields_of(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
     return {name: value_at(config, path) for name, path in layout.keys.items()}
 
 
-def draft_config_of(config: dict[str, Any], layout: Layout) -> DraftConfig:
+def draft_config_of(config: dict[str, Any], layout: Layout) -> HeadConfig:
     """The head that a config.json describes. Raises ConfigError naming the missing keys."""
     values = fields_of(config, layout)
     missing = [layout.keys[name] for name, value in values.items() if value is ABSENT]
     if missing:
         raise ConfigError(f"{CONFIG}: {', '.join(missing)} missing; export the head again")
-    return draft_of(values)
+    return layout.draft_of(values)
 
 
 def draft_of(values: dict[str, Any]) -> DraftConfig:
@@ -131,7 +136,7 @@ def setting_of(config: dict[str, Any], layout: Layout) -> Setting:
 
 
 def expected_tensors(
-    draft: DraftConfig, layout: Layout, dtype: Precision | None
+    draft: HeadConfig, layout: Layout, dtype: Precision | None
 ) -> dict[str, TensorSpec]:
     """Name -> shape and dtype of every tensor in model.safetensors: no more, no less.
 
@@ -140,7 +145,7 @@ def expected_tensors(
     stored = STORED[dtype] if dtype else ""
     expected = {
         respell(name, layout.layer): TensorSpec(shape, stored)
-        for name, shape in weight_shapes(draft).items()
+        for name, shape in layout.shapes(draft).items()
     }
     if draft.draft_vocab_size < draft.vocab_size:  # with equal sizes vLLM refuses a d2t
         expected["d2t"] = TensorSpec((draft.draft_vocab_size,), layout.offsets)

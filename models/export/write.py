@@ -17,7 +17,7 @@ from models.draft_file import load_draft, read_config
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts, card_of_run, write_card
 from models.export.check import check
-from models.export.engines import LAYOUTS
+from models.export.engines import LAYOUTS, layout_for
 from models.export.layout import (
     CARD,
     CONFIG,
@@ -32,7 +32,7 @@ from models.export.layout import (
 )
 from models.export.phrases import export_phrases
 from models.export.vllm import VLLM
-from models.phrases import PhraseConfig
+from models.phrases import PhraseConfig, PhraseTable
 from models.token_strings import FILE as TOKENS
 from models.token_strings import refuse_other_tokens
 from models.verifier import VerifierFacts, load_ends, load_facts, load_tokenizer
@@ -68,7 +68,8 @@ def export_head(
     cache = Path(cfg.run.cache)
     table = load_ends(cfg.verifier, cache, torch.float32).embedding if layout.embedding else None
     draft = load_draft(head, torch.device("cpu"), torch.float32, table)
-    assert isinstance(draft, Eagle3Draft)  # as its config says
+    assert not isinstance(draft, PhraseTable)  # as its config says
+    layout = layout_for(draft.config, layout)
     refuse_other_tokens(head, load_tokenizer(cfg.verifier, cache))
     card = card_of_run(head, cfg, data, resolve(cfg.verifier.path, cache))
     export(draft, load_facts(cfg.verifier, cache), folder, card, dtype, layout)
@@ -142,7 +143,8 @@ def tensors_of(draft: Eagle3Draft, layout: Layout, dtype: Precision) -> dict[str
     state = draft.state_dict()
     chosen = {}
     for name, spec in expected_tensors(draft.config, layout, dtype).items():
-        tensor = state[respell(name, MIDLAYER)].detach().cpu()
+        own = name if name in state else respell(name, MIDLAYER)
+        tensor = state[own].detach().cpu()
         kind = KINDS[spec.dtype or exact(tensor, dtype)]
         chosen[name] = tensor.to(kind, copy=True).contiguous()
     return chosen

@@ -7,14 +7,16 @@ import torch
 from conf.runtime import cache_dir
 from conf.schema import ConfigError, LayerInit, RunConfig
 from models.drafts import Draft
+from models.eagle1 import Eagle1Draft
 from models.eagle3 import Eagle3Draft
 from models.kernels import choose_kernel
 from models.last_layer import take_last_layer
 from models.verifier import VerifierEnds
+from train.families.eagle1 import FeatureRegression
 from train.loss import Distillation
 from train.ttt import TrainingTimeTest
 
-Trainee = TrainingTimeTest
+Trainee = TrainingTimeTest | FeatureRegression
 
 
 def trainee_for(
@@ -24,6 +26,8 @@ def trainee_for(
     match draft:
         case Eagle3Draft():
             return training_time_test(cfg, draft, ends, device, dtype).to(device)
+        case Eagle1Draft():
+            return feature_regression(cfg, draft, device, dtype).to(device)
 
 
 def training_time_test(
@@ -40,6 +44,16 @@ def training_time_test(
         refuse_missing_compiler(device)
         module.compile_parts()
     return module
+
+
+def feature_regression(
+    cfg: RunConfig, draft: Eagle1Draft, device: torch.device, dtype: torch.dtype
+) -> FeatureRegression:
+    kernel = choose_kernel(cfg.engine.attention, device, dtype, draft.config.head_dim)
+    if cfg.engine.compile:
+        refuse_missing_compiler(device)
+        draft.layer.mlp.compile(dynamic=True)  # rows vary without a limit
+    return FeatureRegression(draft, kernel)
 
 
 def refuse_missing_compiler(device: torch.device) -> None:
