@@ -33,9 +33,9 @@ class MedusaDrafter:
         heads = self.draft.config.heads
         if shape.depth > heads:
             raise ConfigError(
-                f"shape {shape.name}: its guesses are {shape.depth} deep, and the draft has {heads} "
-                f"Medusa heads, one a level; take a shape of at most {heads} levels (eval.n_draft, "
-                f"eval.n_sweep, eval.trees), or train with ttt.depth={shape.depth}"
+                f"shape {shape.name}: its guesses are {shape.depth} deep, and the draft has "
+                f"{heads} Medusa heads, one a level; take a shape of at most {heads} levels "
+                f"(eval.n_draft, eval.n_sweep, eval.trees), or train with ttt.depth={shape.depth}"
             )
 
     def begin(
