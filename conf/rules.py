@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
+from conf.medusa_rules import medusa
 from conf.schema import (
     FULL,
     AnswerBackend,
@@ -48,6 +49,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         choices,
         data_and_vocabulary,
         combinations,
+        medusa,
         answers,
         evaluation,
     ):

@@ -12,6 +12,7 @@ from conf.runtime import write_atomically
 from conf.schema import ConfigError, DraftFamily
 from models.drafts import AnyConfig, Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.medusa import MedusaConfig, MedusaDraft
 
 CONFIG, WEIGHTS = "draft.json", "draft.safetensors"
 
@@ -40,6 +41,8 @@ def read_config(folder: Path) -> AnyConfig:
     match family_of(text):
         case DraftFamily.eagle3:
             return DraftConfig.from_json(text)
+        case DraftFamily.medusa:
+            return MedusaConfig.from_json(text)
         case other:
             raise ConfigError(
                 f"{folder}: holds a draft of the family {other.value}, which this version cannot "
@@ -52,6 +55,8 @@ def build_draft(config: AnyConfig) -> Draft:
     match config:
         case DraftConfig():
             return Eagle3Draft(config)
+        case MedusaConfig():
+            return MedusaDraft(config)
 
 
 def load_draft(
@@ -71,6 +76,7 @@ def load_draft(
             f"{folder}/{WEIGHTS}: not the weights of its {CONFIG} ({reason})"
         ) from error
     draft = draft.to(device=device, dtype=dtype).eval()
-    if embedding is not None and embedding.shape == draft.embed_tokens.weight.shape:
+    own = isinstance(draft, Eagle3Draft)
+    if own and embedding is not None and embedding.shape == draft.embed_tokens.weight.shape:
         draft.embed_tokens.weight = nn.Parameter(embedding)
     return draft.requires_grad_(False)  # another width is for the caller to refuse by name

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from conf.schema import ConfigError
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.medusa import MedusaConfig, MedusaDraft
 from models.verifier import VerifierFacts
 
-Draft = Eagle3Draft
-AnyConfig = DraftConfig
+Draft = Eagle3Draft | MedusaDraft
+AnyConfig = DraftConfig | MedusaConfig
 
 
 def facts_read(config: AnyConfig) -> tuple[str, ...]:
@@ -15,6 +16,8 @@ def facts_read(config: AnyConfig) -> tuple[str, ...]:
     match config:
         case DraftConfig():
             return ("aux_layers", "hidden_size", "vocab_size")
+        case MedusaConfig():
+            return ("hidden_size", "vocab_size")
 
 
 def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts) -> None:
@@ -26,7 +29,7 @@ def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts)
             f"{folder}: the head is for {words(config, sizes)}, and the verifier has "
             f"{words(facts, sizes, noun='')}; give the verifier it was trained on"
         )
-    if "aux_layers" in named and config.aux_layers != facts.aux_layers:
+    if not isinstance(config, MedusaConfig) and config.aux_layers != facts.aux_layers:
         layers = ",".join(map(str, config.aux_layers))
         raise ConfigError(
             f"{folder}: the head reads the streams after {config.aux_layers} layers, and the "

@@ -38,6 +38,7 @@ class MedusaConfig:
     @classmethod
     def of(cls, section: DraftSection, facts: VerifierFacts, heads: int) -> "MedusaConfig":
         """The draft that ``section`` asks for, with ``heads`` of ttt.depth."""
+        assert heads >= 1, "a Medusa draft has a head a step"
         return cls(
             hidden_size=facts.hidden_size,
             vocab_size=facts.vocab_size,

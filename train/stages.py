@@ -87,7 +87,7 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
 def refuse_unfit_start(cfg: RunConfig) -> None:
     """Raise ConfigError now, not after the capture, when draft.init cannot be what it is to be."""
     cache = cache_dir(cfg)
-    config_to_train(cfg.draft, load_facts(cfg.verifier, cache))
+    config_to_train(cfg.draft, load_facts(cfg.verifier, cache), cfg.ttt.depth)
     if cfg.draft.init is not None:
         refuse_other_tokens(Path(cfg.draft.init), load_tokenizer(cfg.verifier, cache))
 

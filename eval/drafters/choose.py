@@ -7,9 +7,11 @@ import torch
 from conf.schema import ConfigError
 from conf.shapes import Shape
 from eval.drafters.eagle3 import Eagle3Drafter
+from eval.drafters.medusa import MedusaDrafter
 from eval.propose import Drafter
 from models.drafts import Draft, facts_read
 from models.eagle3 import Eagle3Draft
+from models.medusa import MedusaDraft
 from models.verifier import Verifier
 
 
@@ -18,6 +20,8 @@ def drafter_for(draft: Draft, batch: int, capacity: int, device: torch.device) -
     match draft:
         case Eagle3Draft():
             return Eagle3Drafter(draft, batch, capacity, device)
+        case MedusaDraft():
+            return MedusaDrafter(draft, device)
 
 
 def refuse_shapes(draft: Draft, shapes: Sequence[Shape], device: torch.device) -> None:

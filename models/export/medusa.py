@@ -1,10 +1,10 @@
 """Medusa heads as vLLM reads them (read in vLLM 0.32.0): their config.json and their tensors.
 
-vLLM has a smaller vocabulary for one head that all share alone (original_lm_head, token_map). Heads
-with rows of their own must have a row for every token of the verifier; where ours cannot propose a
-token, that row is the mean of those it can: its logit is then the mean of theirs, which is below
-the largest, so no token comes out that the draft would not propose. The file names the draft
-vocabulary all the same, as token_map, which vLLM then leaves unread.
+vLLM's code has a smaller vocabulary (truncated_vocab_size, token_map), and stops when it loads one:
+its own check misses token_map among what was loaded. So a head has a row for every token of the
+verifier; where ours cannot propose a token, that row is the mean of those it can: its logit is then
+the mean of theirs, which is below the largest, so no token comes out that the draft would not
+propose. The file names the draft vocabulary all the same, as token_map, which vLLM leaves unread.
 """
 
 import json
@@ -25,14 +25,14 @@ from models.medusa import MedusaConfig, MedusaDraft
 from models.verifier import VerifierEnds
 from models.vocab import DraftVocab
 
-MAP, SHARED = "token_map", "lm_head.weight"
+MAP = "token_map"
+ROWS = ("lm_head.", "lm_heads.")  # of the tensors with a row a token
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
 
 def medusa_config(draft: MedusaConfig, dtype: Precision) -> dict[str, Any]:
     """config.json. vLLM takes any key with "num" and "heads" in it for num_heads, and the like of
     layers, so that there must be no other."""
-    smaller = draft.shared_rows and draft.draft_vocab_size < draft.vocab_size
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -43,7 +43,6 @@ def medusa_config(draft: MedusaConfig, dtype: Precision) -> dict[str, Any]:
         "num_hidden_layers": draft.layers,
         "original_lm_head": draft.shared_rows,
         "medusa_fc_bias": True,
-        **({"truncated_vocab_size": draft.draft_vocab_size} if smaller else {}),
     }
 
 
@@ -56,7 +55,7 @@ def medusa_tensors(draft: MedusaDraft, dtype: Precision) -> dict[str, Tensor]:
         if name in ("d2t", "t2d"):
             continue
         rows = tensor.detach().cpu()
-        if pruned and name.startswith("lm_heads."):
+        if pruned and name.startswith(ROWS):
             whole = filler(rows.to(DTYPES[dtype])).repeat(config.vocab_size, 1)
             rows = whole.index_copy_(0, ids, rows.to(DTYPES[dtype]))
         chosen[name] = rows.to(DTYPES[dtype], copy=True).contiguous()
@@ -149,7 +148,7 @@ def read_medusa(folder: Path, facts: VerifierFacts, ends: VerifierEnds) -> Medus
     vocab = DraftVocab.of_ids(ids, config.vocab_size)
     state = {"d2t": vocab.d2t, "t2d": vocab.t2d}
     for name, tensor in tensors.items():
-        own = name.startswith("lm_heads.") and len(tensor) == config.vocab_size
+        own = name.startswith(ROWS) and len(tensor) == config.vocab_size
         state[name] = tensor[ids] if own else tensor
     try:
         draft.load_state_dict(state)

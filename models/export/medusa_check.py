@@ -17,7 +17,7 @@ from conf.schema import ConfigError, Precision
 from models.export.check_tensors import numbers_of
 from models.export.check_verifier import other_tokens, other_weights, sizes_of
 from models.export.layout import CONFIG, ORIGIN, WEIGHTS
-from models.export.medusa import DTYPES, MAP, SHARED, filler, medusa_config, medusa_config_of
+from models.export.medusa import DTYPES, MAP, ROWS, filler, medusa_config, medusa_config_of
 from models.medusa import MedusaConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -67,10 +67,7 @@ def expected(draft: MedusaConfig) -> Shapes:
         for j in range(draft.layers):
             shapes[f"blocks.{i}.layers.{j}.weight"] = (width, width)
             shapes[f"blocks.{i}.layers.{j}.bias"] = (width,)
-        if not draft.shared_rows:
-            shapes[f"lm_heads.{i}.weight"] = (total, width)
-    if draft.shared_rows:
-        shapes[SHARED] = (size, width)
+        shapes["lm_head.weight" if draft.shared_rows else f"lm_heads.{i}.weight"] = (total, width)
     if size < total:
         shapes[MAP] = (size,)
     return shapes
@@ -100,13 +97,13 @@ def vocabulary(tensors: dict[str, Tensor], draft: MedusaConfig) -> Iterator[str]
         return
     outside = torch.ones(total, dtype=torch.bool)
     outside[ids] = False
-    for i in range(0 if draft.shared_rows else draft.heads):
-        rows = tensors[f"lm_heads.{i}.weight"]
+    for name in [name for name in sorted(tensors) if name.startswith(ROWS)]:
+        rows = tensors[name]
         same = torch.isclose(rows[outside].double(), filler(rows[ids]).double(), 1e-2, 1e-6)
         wrong = int((~same.all(-1)).sum())
         if wrong:
             yield (
-                f"{WEIGHTS}: lm_heads.{i}.weight: {wrong} rows outside {MAP} are not the mean of "
+                f"{WEIGHTS}: {name}: {wrong} rows outside {MAP} are not the mean of "
                 "those inside, and vLLM, which reads all rows, would propose such tokens"
             )
 
