@@ -27,10 +27,10 @@ from models.sampling import Sampling, SharedDice
 from models.verifier import Verifier, load_ends
 from models.vocab import DraftVocab
 
-PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 60)), [9, 8, 7, 6]]
+PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 20))]
+CPU, HEADS, NEW = torch.device("cpu"), 4, 14
 SHAPES = ["3", "2x2x2", "[[0],[1],[0,0],[0,1],[0,0,0]]", "dynamic:nodes=7,depth=3,top_k=3"]
-SETTINGS = DecodeSettings(max_new_tokens=24, eos_ids=[])
-CPU, HEADS = torch.device("cpu"), 4
+SETTINGS = DecodeSettings(max_new_tokens=NEW, eos_ids=[])
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def heads(verifier: Verifier, section: VerifierSection, tmp_path: Path) -> Calla
             ends, DraftVocab.from_counts(counts, config.draft_vocab_size), HeadInit.verifier
         )
         texts = greedy_texts(verifier)
-        states = [verifier.states(torch.tensor([text])).last[0] for text in texts[:3]]
+        states = [verifier.states(torch.tensor([text])).last[0] for text in texts[:2]]
         for k in range(HEADS):
             rows = torch.cat([state[: len(state) - 2 - k] for state in states])
-            ids = torch.cat([torch.tensor(text[2 + k :]) for text in texts[:3]])
+            ids = torch.cat([torch.tensor(text[2 + k :]) for text in texts[:2]])
             wanted = torch.zeros(len(ids), config.draft_vocab_size)
             inside = draft.t2d[ids]
             wanted[inside.nonzero().flatten(), draft.to_draft_ids(ids[inside])] = 20.0
@@ -88,11 +88,18 @@ def test_rounds_are_the_greedy_text_alone_and_in_batches(verifier: Verifier, hea
     assert 0 in accepted and max(accepted) >= 2
 
 
-@pytest.mark.parametrize("rule", [EvalRule.auto, EvalRule.argmax_draft, EvalRule.typical])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        (SHAPES[0], EvalRule.auto),
+        (SHAPES[1], EvalRule.auto),
+        (SHAPES[2], EvalRule.argmax_draft),
+        (SHAPES[3], EvalRule.typical),
+    ],
+)
 def test_sampled_batches_are_their_sequences(verifier: Verifier, heads, name: str, rule: EvalRule):
-    settings, draft = shaped(name, Sampling(0.8, top_p=0.9), rule), heads(100)
-    seeds = [5, 6, 7, 8]
+    settings, draft = shaped(name, Sampling(0.3, top_p=0.9), rule), heads(100)
+    seeds = [5, 6, 7]
     together = decode(verifier, draft, PROMPTS, settings, seeds).generations
     for prompt, seed, one in zip(PROMPTS, seeds, together, strict=True):
         alone = decode(verifier, draft, [prompt], settings, [seed]).generations[0]
@@ -102,7 +109,7 @@ def test_sampled_batches_are_their_sequences(verifier: Verifier, heads, name: st
 
 
 def test_the_first_token_is_the_verifiers_by_every_rule(verifier: Verifier, heads):
-    found = prove_first_token(verifier, heads(60), PROMPTS, draws=8_000)
+    found = prove_first_token(verifier, heads(60), PROMPTS, draws=4_000)
     assert {one.rule for one in found} > {AcceptRule.rejection, AcceptRule.tree_one_hot}
     assert all(one.as_expected for one in found), found
 
@@ -140,7 +147,7 @@ def test_a_replay_gives_the_loops_own_counters(verifier: Verifier, heads):
     draft, samples, live = heads(), [], []
     for ids, text in zip(PROMPTS, greedy_texts(verifier), strict=True):
         tokens = torch.tensor(text)
-        mask = (torch.arange(len(text)) >= len(ids)) & (torch.arange(len(text)) < len(ids) + 24)
+        mask = (torch.arange(len(text)) >= len(ids)) & (torch.arange(len(text)) < len(ids) + NEW)
         sample = TokenizedSample("", tokens, mask, greedy=True, held_out=True)
         samples.append(
             CachedSample(sample=sample, **vars(states_of(verifier, [sample], verifier.dtype)[0]))
