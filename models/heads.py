@@ -11,6 +11,7 @@ from models.eagle3 import DraftConfig
 from models.export.dialect import described
 from models.export.layout import CONFIG as PUBLISHED
 from models.export.layout import WEIGHTS as PUBLISHED_WEIGHTS
+from models.export.medusa import is_medusa, medusa_config_of, read_medusa
 from models.export.read import read_head, read_vocabulary
 from models.export.stored import PICKLED
 from models.verifier import VerifierEnds, VerifierFacts, digest_of
@@ -26,6 +27,8 @@ def config_of(folder: Path, facts: VerifierFacts) -> AnyConfig:
     """Sizes and switches, without the weights. Raises ConfigError when they cannot be had."""
     if is_own(folder):
         return read_config(folder)
+    if is_medusa(folder):
+        return medusa_config_of(folder)
     return described(folder, facts).draft
 
 
@@ -34,6 +37,8 @@ def load_head(folder: Path, facts: VerifierFacts, ends: VerifierEnds) -> Draft:
 
     Raises ConfigError for a head of another verifier or of other layers of it.
     """
+    if not is_own(folder) and is_medusa(folder):
+        return read_medusa(folder, facts, ends)
     if not is_own(folder):
         return read_head(folder, facts, ends)
     refuse_other_verifier(folder, config_of(folder, facts), facts)
