@@ -28,7 +28,7 @@ from models.verifier import Verifier, load_ends
 from models.vocab import DraftVocab
 
 PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 20))]
-CPU, HEADS, NEW = torch.device("cpu"), 4, 14
+CPU, HEADS, NEW = torch.device("cpu"), 4, 12
 SHAPES = ["3", "2x2x2", "[[0],[1],[0,0],[0,1],[0,0,0]]", "dynamic:nodes=7,depth=3,top_k=3"]
 SETTINGS = DecodeSettings(max_new_tokens=NEW, eos_ids=[])
 
@@ -51,9 +51,9 @@ def heads(verifier: Verifier, section: VerifierSection, tmp_path: Path) -> Calla
         for k in range(HEADS):
             rows = torch.cat([state[: len(state) - 2 - k] for state in states])
             ids = torch.cat([torch.tensor(text[2 + k :]) for text in texts[:2]])
-            wanted = torch.zeros(len(ids), config.draft_vocab_size)
+            wanted = draft.logits(rows, k)  # no ties, which rounding would break at random
             inside = draft.t2d[ids]
-            wanted[inside.nonzero().flatten(), draft.to_draft_ids(ids[inside])] = 20.0
+            wanted[inside.nonzero().flatten(), draft.to_draft_ids(ids[inside])] += 20.0
             draft.rows(k).weight.data = torch.linalg.lstsq(rows, wanted).solution.T.contiguous()
         return draft.eval().requires_grad_(False)
 
@@ -98,7 +98,7 @@ def test_rounds_are_the_greedy_text_alone_and_in_batches(verifier: Verifier, hea
     ],
 )
 def test_sampled_batches_are_their_sequences(verifier: Verifier, heads, name: str, rule: EvalRule):
-    settings, draft = shaped(name, Sampling(0.3, top_p=0.9), rule), heads(100)
+    settings, draft = shaped(name, Sampling(0.02, top_p=0.9), rule), heads(100)
     seeds = [5, 6, 7]
     together = decode(verifier, draft, PROMPTS, settings, seeds).generations
     for prompt, seed, one in zip(PROMPTS, seeds, together, strict=True):
