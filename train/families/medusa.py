@@ -55,7 +55,7 @@ def step_alone(chains: Chains, k: int) -> Chains:
         steps=[replace(step, rows=rows, emits=None, slots=places)],
         targets=chains.targets[chains.targets_of[step.slots]],
         targets_of=places,
-        depths=chains.depths[step.slots],
+        depths=torch.zeros_like(places),
         documents=chains.documents[step.slots],
         ends=list(range(count + 1)),
         counts=[count],
