@@ -126,6 +126,9 @@ class EvalRule(Enum):
     auto = "auto"  # greedy at temperature 0; else rejection, or argmax_draft for a dynamic tree
     argmax_draft = "argmax_draft"  # the draft's likeliest tokens, with their target probability
     rejection = "rejection"  # draws of the draft, by the ratio of the probabilities
+    # Medusa's, LOSSY: the likeliest tokens, where the verifier finds them likely enough; the text
+    # is then not the verifier's. auto never takes it.
+    typical = "typical"
 
 
 class Benchmark(Enum):

@@ -10,6 +10,7 @@ from conf.draft_rules import decoder_layers, draft
 from conf.eagle1_rules import eagle1
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
 from conf.family_rules import families
+from conf.medusa_rules import medusa
 from conf.recipe_rules import recipe
 from conf.schema import (
     FULL,
@@ -56,6 +57,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         recipe,
         families,
         eagle1,
+        medusa,
         answers,
         evaluation,
     ):

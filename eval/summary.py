@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import EvalSection
+from conf.schema import EvalRule, EvalSection
 from data.eval_prompts import UNSEEN
 from eval.acceptance import (
     AcceptanceReport,
@@ -79,7 +79,7 @@ def build_report(
         by_batch=measured.speed.by_batch,
         costs=measured.speed.costs,
         baselines=first.baselines,
-        lossless=compare(top, section.temperature),
+        lossless=compare(top, section),
         counters=accepted.counters,
         intervals=gather_intervals(accepted, by_prompt, first, settings),
         tasks=by_task(exact, measured.table, section),
@@ -133,7 +133,7 @@ def group(runs: Sequence[PromptRuns], table: PhraseTable, section: EvalSection) 
         survival_by_depth=accepted.survival_by_depth,
         alpha_tv=mean_overlap(runs),
         ngram_floor_tau=floor_of(runs, table, section).tau,
-        lossless=compare(runs, section.temperature),
+        lossless=compare(runs, section),
         counters=accepted.counters,
     )
 
@@ -143,9 +143,11 @@ def floor_of(runs: Sequence[PromptRuns], table: PhraseTable, section: EvalSectio
     return Floor(table.config.order, counters.tau, counters)
 
 
-def compare(runs: Sequence[PromptRuns], temperature: float) -> Lossless:
+def compare(runs: Sequence[PromptRuns], section: EvalSection) -> Lossless:
     """Count identical answers. Sampled ones agree in distribution, not token by token."""
-    if temperature > 0:
+    if section.temperature > 0 and section.rule is EvalRule.typical:
+        return Lossless(0, 0, [], "eval.rule=typical is LOSSY: not the verifier's answers")
+    if section.temperature > 0:
         return Lossless(0, 0, [], "sampled answers: distribution test, see eval.lossless")
     differing = [
         Differing(one.prompt.id, answer.difference.position, answer.difference.behind)

@@ -13,6 +13,7 @@ from conf.schema import ConfigError, DraftFamily
 from models.drafts import AnyConfig, Draft
 from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.medusa import MedusaConfig, MedusaDraft
 from models.phrases import PhraseConfig, PhraseTable
 
 CONFIG, WEIGHTS = "draft.json", "draft.safetensors"
@@ -46,6 +47,8 @@ def read_config(folder: Path) -> AnyConfig:
             return PhraseConfig.from_json(text)
         case DraftFamily.eagle1:
             return Eagle1Config.from_json(text)
+        case DraftFamily.medusa:
+            return MedusaConfig.from_json(text)
         case other:
             raise ConfigError(
                 f"{folder}: holds a draft of the family {other.value}, which this version cannot "
@@ -62,6 +65,8 @@ def build_draft(config: AnyConfig) -> Draft:
             return PhraseTable(config)
         case Eagle1Config():
             return Eagle1Draft(config)
+        case MedusaConfig():
+            return MedusaDraft(config)
 
 
 def load_draft(

@@ -5,11 +5,12 @@ from pathlib import Path
 from conf.schema import ConfigError
 from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.medusa import MedusaConfig, MedusaDraft
 from models.phrases import PhraseConfig, PhraseTable
 from models.verifier import VerifierFacts
 
-Draft = Eagle3Draft | Eagle1Draft | PhraseTable
-AnyConfig = DraftConfig | Eagle1Config | PhraseConfig
+Draft = Eagle3Draft | Eagle1Draft | MedusaDraft | PhraseTable
+AnyConfig = DraftConfig | Eagle1Config | MedusaConfig | PhraseConfig
 
 
 def facts_read(config: AnyConfig) -> tuple[str, ...]:
@@ -19,6 +20,8 @@ def facts_read(config: AnyConfig) -> tuple[str, ...]:
             return ("aux_layers", "hidden_size", "vocab_size")
         case PhraseConfig():
             return ("vocab_size",)
+        case MedusaConfig():
+            return ("hidden_size", "vocab_size")
 
 
 def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts) -> None:

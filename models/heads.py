@@ -12,6 +12,7 @@ from models.eagle3 import DraftConfig
 from models.export.dialect import described
 from models.export.layout import CONFIG as PUBLISHED
 from models.export.layout import WEIGHTS as PUBLISHED_WEIGHTS
+from models.export.medusa import is_medusa, medusa_config_of, read_medusa
 from models.export.read import read_head, read_vocabulary
 from models.export.read_eagle1 import eagle1_config_of, is_eagle1_folder, read_eagle1
 from models.export.stored import PICKLED
@@ -30,6 +31,8 @@ def config_of(folder: Path, facts: VerifierFacts) -> AnyConfig:
         return read_config(folder)
     if is_eagle1_folder(folder):
         return eagle1_config_of(folder)
+    if is_medusa(folder):
+        return medusa_config_of(folder)
     return described(folder, facts).draft
 
 
@@ -39,6 +42,8 @@ def load_head(folder: Path, facts: VerifierFacts, ends: VerifierEnds) -> Draft:
 
     Raises ConfigError for a head of another verifier or of other layers of it.
     """
+    if not is_own(folder) and is_medusa(folder):
+        return read_medusa(folder, facts, ends)
     published_eagle1 = not is_own(folder) and is_eagle1_folder(folder)
     if not is_own(folder) and not published_eagle1:
         return read_head(folder, facts, ends)

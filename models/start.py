@@ -12,6 +12,7 @@ from models.drafts import AnyConfig, Draft
 from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.heads import config_of, load_head, vocabulary_of
+from models.medusa import MedusaConfig, MedusaDraft
 from models.phrases import PhraseConfig
 from models.rope import Rope, Rotary
 from models.verifier import VerifierEnds, VerifierFacts
@@ -23,8 +24,11 @@ OF_THE_VERIFIER = ("hidden_size", "vocab_size")
 KNOBS = {"aux_layers": "verifier.aux_layers", "draft_vocab_size": "draft.vocab_size"}
 
 
-def config_to_train(section: DraftSection, facts: VerifierFacts) -> AnyConfig:
-    """The draft that ``section`` asks for. Raises ConfigError where draft.init is another one."""
+def config_to_train(section: DraftSection, facts: VerifierFacts, depth: int = 0) -> AnyConfig:
+    """The draft that ``section`` asks for, of Medusa one with ``depth`` heads (ttt.depth).
+
+    Raises ConfigError where draft.init is another one.
+    """
     match section.family:
         case DraftFamily.eagle3:
             return eagle3_to_train(section, facts)
@@ -32,6 +36,8 @@ def config_to_train(section: DraftSection, facts: VerifierFacts) -> AnyConfig:
             return PhraseConfig.of(section, facts)
         case DraftFamily.eagle1:
             return Eagle1Config.of(section, facts)
+        case DraftFamily.medusa:
+            return MedusaConfig.of(section, facts, depth)
         case other:
             raise not_trained(other)
 
@@ -114,9 +120,13 @@ def vocabulary_to_train(section: DraftSection, facts: VerifierFacts, counts: Ten
 
 
 def new_draft(
-    section: DraftSection, facts: VerifierFacts, ends: VerifierEnds, vocab: DraftVocab
+    section: DraftSection,
+    facts: VerifierFacts,
+    ends: VerifierEnds,
+    vocab: DraftVocab,
+    depth: int = 0,
 ) -> Draft:
-    """A draft to train, of the family that ``section`` names."""
+    """A draft to train, of the family that ``section`` names; ``depth`` as in config_to_train."""
     match section.family:
         case DraftFamily.eagle3:
             return new_eagle3(section, facts, ends, vocab)
@@ -124,6 +134,10 @@ def new_draft(
             draft = Eagle1Draft(Eagle1Config.of(section, facts))
             draft.initialise(ends)
             return draft
+        case DraftFamily.medusa:
+            heads = MedusaDraft(MedusaConfig.of(section, facts, depth))
+            heads.initialise(ends, vocab, section.head_init)
+            return heads
         case other:
             raise not_trained(other)
 

@@ -91,7 +91,7 @@ def refuse_unfit_start(cfg: RunConfig) -> None:
     """Raise ConfigError now, not after the capture, when the draft cannot start from what is
     named: draft.init, or the verifier's last layer."""
     cache = cache_dir(cfg)
-    draft = config_to_train(cfg.draft, load_facts(cfg.verifier, cache))
+    draft = config_to_train(cfg.draft, load_facts(cfg.verifier, cache), cfg.ttt.depth)
     if cfg.draft.layer_init is LayerInit.verifier and isinstance(draft, DraftConfig):
         refuse_other_layer(cfg.verifier, cache, draft)
     if cfg.draft.init is not None:

@@ -118,7 +118,11 @@ def marked(file: Any, total: int) -> Tensor | None:
 
 def numbers(file: Any) -> Iterator[str]:
     for name in sorted(file.keys()):
-        tensor = file.get_tensor(name)
+        yield from numbers_of({name: file.get_tensor(name)})
+
+
+def numbers_of(tensors: dict[str, Tensor]) -> Iterator[str]:
+    for name, tensor in sorted(tensors.items()):
         if tensor.is_floating_point():
             bad = int((~torch.isfinite(tensor.float())).sum())
             if bad:

@@ -27,7 +27,7 @@ from eval.generation import Generation
 from eval.output import StopStrings
 from eval.round_plan import rule_of
 from eval.sides import TargetDecoder
-from eval.verify import AcceptRule
+from eval.verify import LOSSY, AcceptRule
 from models.eagle3 import DraftConfig, DraftOutput, Eagle3Draft
 from models.kv import KVCache
 from models.memory import DraftCache
@@ -563,7 +563,7 @@ def test_what_is_drawn_reaches_every_corner(world: World):
                 seen["stop string"] += short and not full and not end
                 for r in one.rounds:
                     seen[f"accepted {min(r.accepted, 3)}"] += 1
-    corners = {f"rule {rule.value}" for rule in AcceptRule}
+    corners = {f"rule {rule.value}" for rule in AcceptRule if rule not in LOSSY}
     corners |= {f"accepted {n}" for n in range(4)}
     corners |= {"dynamic", "no room", "less room", "end of sequence", "stop string"}
     corners |= {"no position left"}

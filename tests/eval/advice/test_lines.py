@@ -138,7 +138,7 @@ def test_a_draft_model_and_a_look_up(made):
     assert "--speculative-algorithm NGRAM --speculative-num-draft-tokens 3" in line
     assert "draft-model-path" not in line
     own = advise_on_figures(small, Question(dialogues=0, stack=Stack.eyrie), made.place)
-    assert own.verdict == "off" and "Eyrie's loop runs EAGLE-3 heads alone" in own.reason
+    assert own.verdict == "off" and "Eyrie's loop runs EAGLE-3 and Medusa heads alone" in own.reason
 
 
 @pytest.mark.parametrize(
