@@ -70,6 +70,7 @@ class DraftSection:
     # published; null: a new one. Its own rows begin the head, but for head_init=frozen.
     init: str | None = None
     layers: int = 1  # decoder layers; of medusa: residual blocks a head
+    width: int | None = None  # of model without init; null: a quarter of the verifier's
     layer_init: LayerInit = LayerInit.random  # what the decoder layer starts from
     intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's
