@@ -89,7 +89,7 @@ class ModelConfig:
             ]
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"draft.json: not a draft of this version ({error})") from error
-        if not all(sound):
+        if not sound:
             raise ConfigError(
                 "draft.json: its sizes must be above 0 and its layout an object; give the file as "
                 "training wrote it"
