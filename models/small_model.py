@@ -16,26 +16,22 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     PreTrainedConfig,
 )
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.schema import ConfigError, DraftSection
 from models.facts import LIBRARY_ERRORS, VerifierFacts
 from models.layer_shape import MLP_FACTOR
 from models.masks import Mask, Sight, masks_of, reaches_of
 from models.rope import settle_longrope
-from models.token_strings import first_other, token_strings
 from models.verifier import scaled_logits
 
 FAMILY = "model"
 ATTENTION = "sdpa"  # takes a mask, which packs and caches with a length per sequence need
 HEAD_WIDTH, NARROW = 64, 512  # below so wide a model has heads of half that width
-SCALES = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of a model's own logits
 
 
 @dataclass(frozen=True)
@@ -150,25 +146,6 @@ class SmallModel(nn.Module):
         kinds = {"dtype": torch.float32, "attn_implementation": ATTENTION}
         return cls(config, model.from_config(config.library, **kinds))
 
-    @classmethod
-    def read(cls, folder: Path, config: ModelConfig, dtype: torch.dtype) -> "SmallModel":
-        """The weights in ``folder``, safetensors only, and no code. Raises ConfigError."""
-        model: Any = AutoModelForCausalLM
-        with errors_named(folder):
-            lm, found = model.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-        if found["missing_keys"]:
-            raise ConfigError(
-                f"draft.init={folder}: {len(found['missing_keys'])} weights of the model are not "
-                f"in its files, {min(found['missing_keys'])} for one; fetch or save it again"
-            )
-        return cls(config, lm)
-
     def _apply(self, fn: Any, recurse: bool = True) -> "SmallModel":
         """A cast of the model must not round its rotary tables: bfloat16 has 8 bits."""
         tables = [
@@ -241,41 +218,6 @@ class SmallModel(nn.Module):
         """[..., width] -> [..., Vd], with the model's own scale or soft-cap."""
         head: Any = self.lm.get_output_embeddings()
         return scaled_logits(head(states)[..., : self.size], self.library.get_text_config())
-
-
-def refuse_untrainable(model: SmallModel) -> None:
-    """The fused loss multiplies by the head's rows and knows nothing else of a head."""
-    text, head = model.library.get_text_config(), model.lm.get_output_embeddings()
-    odd = [name for name in SCALES if getattr(text, name, None)]
-    if getattr(head, "bias", None) is not None:
-        odd.append("a bias on its head")
-    if odd:
-        raise ConfigError(
-            f"draft.init: the model has {odd[0]}, which training does not know; take it as it is "
-            "with optim.max_steps=0, or give a model such as Llama or Qwen3"
-        )
-
-
-def refuse_other_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError unless the model in ``folder`` has ``tokenizer``, the verifier's.
-
-    Rows to spare do not matter: as many as the tokenizer has tokens must be there.
-    """
-    with errors_named(folder):
-        theirs = token_strings(AutoTokenizer.from_pretrained(folder))
-        rows = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).vocab_size
-    ours = token_strings(tokenizer)
-    index = first_other(theirs, ours)
-    reason = ""
-    if index is not None:
-        reason = f"token {index} is {theirs[index]!r} and the verifier's {ours[index]!r}"
-    elif rows < len(ours):
-        reason = f"its embedding has {rows} rows, and the verifier's tokenizer {len(ours)} tokens"
-    if reason:
-        raise ConfigError(
-            f"draft.init={folder}: {reason}; draft.family=model needs the verifier's own "
-            "tokenizer, give a smaller model of its family"
-        )
 
 
 @contextmanager
