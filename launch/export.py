@@ -23,6 +23,8 @@ from models.export.check import check
 from models.export.check_verifier import holds_embedding
 from models.export.engines import LAYOUTS
 from models.export.layout import Layout
+from models.export.small_model import check_model, is_model_folder
+from models.export.vllm import VLLM
 from models.export.write import export_head
 
 
@@ -77,15 +79,16 @@ def judge(folder: Path, verifier: Path | None, layout: Layout | None) -> int:
     """Print what ``check`` finds for one engine, the folder's own where none is named."""
     if not folder.is_dir():
         raise ConfigError(f"--check {folder}: no such folder; give one that launch.export wrote")
-    findings = check(folder, verifier, layout)
+    small = is_model_folder(folder) and layout in (None, VLLM)
+    findings = check_model(folder, verifier) if small else check(folder, verifier, layout)
     engine = f" for {layout.engine}" if layout else ""
-    if verifier is not None:
+    if verifier is not None and not small:
         findings = [*findings, *beside_verifier(folder, verifier, bool(findings))]
     for finding in findings:
         say(finding)
     if not findings:
         say(f"{folder}: in order{engine}, nothing found")
-        if verifier is None and holds_embedding(folder):
+        if verifier is None and not small and holds_embedding(folder):
             say("its embedding was not compared: --verifier DIR names the verifier's folder")
     return 1 if findings else 0
 

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from conf.runtime import sync_folder
 from conf.schema import ConfigError
@@ -58,7 +63,11 @@ def write_model(folder: Path, config: ModelConfig, state: dict[str, Tensor]) -> 
     }
     temporary = folder / ".writing"
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    bars = is_progress_bar_enabled()
+    disable_progress_bar()  # of one file
     skeleton.save_pretrained(temporary, state_dict=tensors, max_shard_size=ONE_FILE)
+    if bars:
+        enable_progress_bar()
     for path in sorted(temporary.iterdir()):
         path.chmod(0o644)  # safetensors writes 0600; a server is another user
         sync_folder(path)  # takes files alike

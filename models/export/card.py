@@ -215,10 +215,10 @@ def write_card(card: CardFacts, draft: DraftConfig, commands: list[str]) -> str:
     )
 
 
-def front_matter(card: CardFacts) -> list[str]:
+def front_matter(card: CardFacts, kind: str = "eagle3") -> list[str]:
     hub_name = card.served_verifier.count("/") == 1 and card.served_verifier[0] not in "./~"
     base = [f"base_model: {card.served_verifier}"] if hub_name else []
-    tags = "tags: [eagle3, speculative-decoding, draft-head]"
+    tags = f"tags: [{kind}, speculative-decoding, draft-head]"
     return ["---", *base, f"license: {card.licence or 'unknown'}", tags, "---", ""]
 
 
