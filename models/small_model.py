@@ -58,7 +58,8 @@ class ModelConfig:
             )
         own = getattr(text, "max_position_embeddings", None) or facts.max_positions
         asked = section.max_positions or facts.max_positions
-        return cls(layout.to_dict(), facts.vocab_size, min(own, asked))
+        whole = json.loads(layout.to_json_string(use_diff=False))
+        return cls(whole, facts.vocab_size, min(own, asked))
 
     @property
     def draft_vocab_size(self) -> int:
@@ -78,11 +79,8 @@ class ModelConfig:
         try:
             found = json.loads(text)
             config = cls(**{name: value for name, value in found.items() if name != "family"})
-            sound = [
-                isinstance(config.layout, dict),
-                config.vocab_size > 0,
-                config.max_positions > 0,
-            ]
+            sizes = config.vocab_size > 0 and config.max_positions > 0
+            sound = sizes and isinstance(config.layout, dict)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"draft.json: not a draft of this version ({error})") from error
         if not sound:
