@@ -34,7 +34,7 @@ from eval.summary import Measured, build_report
 from eval.temperatures import TemperatureRuns, run_at_temperatures
 from eval.timed import Question
 from models.draft_file import CONFIG
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.generate import end_ids
 from models.heads import load_head
 from models.sampling import Sampling
@@ -101,7 +101,7 @@ def count_runs(
 
 def load_pair(
     cfg: RunConfig, draft_folder: Path, device: torch.device, dtype: torch.dtype
-) -> tuple[Verifier, Eagle3Draft]:
+) -> tuple[Verifier, Draft]:
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
     return verifier, load_head(draft_folder, verifier.facts, verifier.ends)
 

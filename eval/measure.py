@@ -15,7 +15,7 @@ from eval.decode import DecodeSettings, decode
 from eval.generation import Generation, Round
 from eval.ngram import NgramTable
 from eval.proof.difference import Difference, compare
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.verifier import Verifier
 
 TOO_LONG = "prompt leaves no position for an answer"
@@ -79,7 +79,7 @@ class Asking:
 
 def run_exact(
     verifier: Verifier,
-    draft: Eagle3Draft,
+    draft: Draft,
     prompts: Sequence[EvalPrompt],
     settings: DecodeSettings,
     asking: Asking,
@@ -137,7 +137,7 @@ class Talk:
 
 
 def answer_together(
-    verifier: Verifier, draft: Eagle3Draft, talks: list[Talk], settings: DecodeSettings
+    verifier: Verifier, draft: Draft, talks: list[Talk], settings: DecodeSettings
 ) -> None:
     """Answer the turn each of ``talks`` asks, plainly and with the draft."""
     assert settings.shape is not None

@@ -5,12 +5,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from conf.schema import ConfigError
-from models.draft_file import CONFIG, WEIGHTS, load_draft
-from models.eagle3 import DraftConfig, Eagle3Draft
+from models.draft_file import CONFIG, WEIGHTS, load_draft, read_config
+from models.drafts import AnyConfig, Draft, refuse_other_verifier
+from models.eagle3 import DraftConfig
 from models.export.dialect import described
 from models.export.layout import CONFIG as PUBLISHED
 from models.export.layout import WEIGHTS as PUBLISHED_WEIGHTS
-from models.export.read import read_head, read_vocabulary, refuse_other_verifier
+from models.export.read import read_head, read_vocabulary
 from models.export.stored import PICKLED
 from models.verifier import VerifierEnds, VerifierFacts, digest_of
 from models.vocab import DraftVocab
@@ -21,14 +22,14 @@ def is_own(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def config_of(folder: Path, facts: VerifierFacts) -> DraftConfig:
+def config_of(folder: Path, facts: VerifierFacts) -> AnyConfig:
     """Sizes and switches, without the weights. Raises ConfigError when they cannot be had."""
     if is_own(folder):
-        return DraftConfig.from_json((folder / CONFIG).read_text())
+        return read_config(folder)
     return described(folder, facts).draft
 
 
-def load_head(folder: Path, facts: VerifierFacts, ends: VerifierEnds) -> Eagle3Draft:
+def load_head(folder: Path, facts: VerifierFacts, ends: VerifierEnds) -> Draft:
     """For inference, in the precision and on the device of ``ends``, with its embedding.
 
     Raises ConfigError for a head of another verifier or of other layers of it.

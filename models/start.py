@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from conf.runtime import note_once
-from conf.schema import FULL, ConfigError, DraftSection, HeadInit
+from conf.schema import FULL, ConfigError, DraftFamily, DraftSection, HeadInit
+from models.drafts import AnyConfig, Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.heads import config_of, load_head, vocabulary_of
 from models.rope import Rope, Rotary
@@ -20,7 +21,22 @@ OF_THE_VERIFIER = ("hidden_size", "vocab_size")
 KNOBS = {"aux_layers": "verifier.aux_layers", "draft_vocab_size": "draft.vocab_size"}
 
 
-def config_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
+def config_to_train(section: DraftSection, facts: VerifierFacts) -> AnyConfig:
+    """The draft that ``section`` asks for. Raises ConfigError where draft.init is another one."""
+    match section.family:
+        case DraftFamily.eagle3:
+            return eagle3_to_train(section, facts)
+        case other:
+            raise not_trained(other)
+
+
+def not_trained(family: DraftFamily) -> ConfigError:
+    return ConfigError(
+        f"draft.family={family.value}: this version cannot train it; take draft.family=eagle3"
+    )
+
+
+def eagle3_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
     """The head that ``section`` asks for; with draft.init, as far as knobs go, that one's twin.
 
     The position limit is the section's: it is no weight, and a published head often has a low one.
@@ -38,6 +54,8 @@ def config_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
 def twin_of_head(init: str, asked: DraftConfig, facts: VerifierFacts) -> DraftConfig:
     """``asked``, but where no knob says what the head in ``init`` says."""
     found = config_of(Path(init), facts)
+    if not isinstance(found, DraftConfig):
+        raise ConfigError(f"draft.init={init}: is no EAGLE-3 head; give one, or draft.init=null")
     for name in [field.name for field in fields(DraftConfig)]:
         theirs, ours = getattr(found, name), getattr(asked, name)
         if name not in (*OF_THE_HEAD, "max_positions") and theirs != ours:
@@ -86,18 +104,31 @@ def vocabulary_to_train(section: DraftSection, facts: VerifierFacts, counts: Ten
     """That of the head in draft.init, else the most frequent tokens of ``counts`` [V]."""
     if section.init is None:
         return DraftVocab.from_counts(counts, draft_vocab_size(section, counts.numel()))
-    return vocabulary_of(Path(section.init), config_to_train(section, facts))
+    return vocabulary_of(Path(section.init), eagle3_to_train(section, facts))
 
 
 def new_draft(
     section: DraftSection, facts: VerifierFacts, ends: VerifierEnds, vocab: DraftVocab
+) -> Draft:
+    """A draft to train, of the family that ``section`` names."""
+    match section.family:
+        case DraftFamily.eagle3:
+            return new_eagle3(section, facts, ends, vocab)
+        case other:
+            raise not_trained(other)
+
+
+def new_eagle3(
+    section: DraftSection, facts: VerifierFacts, ends: VerifierEnds, vocab: DraftVocab
 ) -> Eagle3Draft:
-    """A draft to train. The embedding is the verifier's, frozen; with ``head_init: frozen`` the
+    """A head to train. The embedding is the verifier's, frozen; with ``head_init: frozen`` the
     head's rows are, too, whatever the head in draft.init has."""
-    draft = Eagle3Draft(config_to_train(section, facts))
+    draft = Eagle3Draft(eagle3_to_train(section, facts))
     draft.initialise(ends, vocab, section.head_init)
     if section.init is not None:
-        take_weights(draft, load_head(Path(section.init), facts, ends), section.head_init)
+        source = load_head(Path(section.init), facts, ends)
+        assert isinstance(source, Eagle3Draft)  # twin_of_head has refused others
+        take_weights(draft, source, section.head_init)
     return draft
 
 

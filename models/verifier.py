@@ -43,6 +43,10 @@ class VerifierStates:
     aux: Tensor  # [B, T, A*D] residual streams after the aux layers, concatenated, ids ascending
     last: Tensor  # [B, T, D] the state after the final norm
 
+    def __getitem__(self, rows: Any) -> "VerifierStates":
+        """Both indexed by ``rows``, as a tensor is."""
+        return VerifierStates(self.aux[rows], self.last[rows])
+
 
 class Verifier:
     """A frozen model with its tokenizer. ``states`` runs the backbone, ``logits_from`` the head."""

@@ -8,11 +8,11 @@ import torch
 from conf.choices import EvalRule
 from conf.shapes import parse_shape
 from eval.decode import DecodeSettings, decode
+from eval.drafters.eagle3 import Eagle3Drafter
 from eval.generation import Generation
 from eval.output import StopStrings
 from eval.propose import propose
 from eval.round_plan import RoundPlan, rule_of
-from eval.sides import DraftDecoder
 from eval.verify import AcceptRule
 from models.sampling import Sampling, SharedDice
 from models.verifier import Verifier
@@ -118,11 +118,11 @@ def test_draft_logits_of_a_node_are_those_of_its_path(verifier: Verifier, make_d
     draft, shape = make_draft(qk_norm=True), parse_shape(name, "eval.trees")
     lengths = [6, 3]
     text = torch.tensor([[5, 9, 40, 41, 3, 8, 2], [7, 30, 31, 2, 0, 0, 0]])
-    aux = verifier.states(text).aux
+    states = verifier.states(text)
 
-    def fresh() -> DraftDecoder:
-        side = DraftDecoder(draft, 2, 40, verifier.device)
-        side.feed(text[:, 1:], aux[:, :-1], lengths)
+    def fresh() -> Eagle3Drafter:
+        side = Eagle3Drafter(draft, 2, 40, verifier.device)
+        side.feed(text[:, 1:], states[:, :-1], lengths)
         return side
 
     seen: list[tuple] = []

@@ -9,11 +9,11 @@ from conf.schema import FULL, ConfigError, JobError
 from conf.shapes import chain, parse_shape
 from eval.batch import Batch
 from eval.decode import DecodeSettings, Speculation, decode
+from eval.drafters.eagle3 import Eagle3Drafter
 from eval.generation import Generation
 from eval.propose import propose
 from eval.round_plan import RoundPlan
 from eval.rounds import judge_proposal
-from eval.sides import DraftDecoder
 from eval.verify import AcceptRule, scatter_to_target
 from models.eagle3 import Eagle3Draft
 from models.sampling import Sampling, SharedDice, probabilities
@@ -203,8 +203,8 @@ def test_after_rounds_both_caches_are_as_built_from_scratch(verifier: Verifier, 
 
     text = torch.tensor([[*PROMPT, *run.batch.outputs[0].tokens]])
     states = verifier.states(text)
-    scratch = DraftDecoder(draft, 1, run.draft.cache.capacity, verifier.device)
-    scratch.feed(text[:, 1:], states.aux[:, :-1], [text.shape[1] - 1])
+    scratch = Eagle3Drafter(draft, 1, run.draft.cache.capacity, verifier.device)
+    scratch.feed(text[:, 1:], states[:, :-1], [text.shape[1] - 1])
     scratch.start()
     rows = scratch.cache.length
     assert run.draft.cache.length == rows == text.shape[1] - 1
@@ -222,17 +222,17 @@ def test_after_rounds_both_caches_are_as_built_from_scratch(verifier: Verifier, 
 def test_guesses_are_chained_on_the_drafts_own_output(verifier: Verifier, make_draft):
     """Guess k+1 from one forward a token equals the draft unrolled by hand over all rows."""
     draft = make_draft(qk_norm=True)
-    side = DraftDecoder(draft, 1, 32, verifier.device)
+    side = Eagle3Drafter(draft, 1, 32, verifier.device)
     states = verifier.states(torch.tensor([PROMPT]))
     text = torch.tensor([[*PROMPT, 9]])
-    side.feed(text[:, 1:], states.aux, [len(PROMPT)])
+    side.feed(text[:, 1:], states, [len(PROMPT)])
     plan = RoundPlan(AcceptRule.greedy, Sampling(), measure_overlap=True)
     proposal = propose(side, chain(3), plan, SharedDice(0, 1))
 
     rows = len(PROMPT)
     hidden, tokens = draft.fuse(states.aux), text[:, 1:]
     for k in range(3):
-        memory = DraftDecoder(draft, 1, 32, verifier.device).cache
+        memory = Eagle3Drafter(draft, 1, 32, verifier.device).cache
         positions = torch.arange(rows + k)[None]
         output = draft(draft.share_of(tokens), hidden, positions, memory)
         logits = draft.logits(output.normed[:, -1])

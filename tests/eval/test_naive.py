@@ -584,14 +584,14 @@ FAULTS = {  # what stands in for a method of the loop, and does it wrongly
         "commit",
         lambda self, path, accepted, line: (
             self.cache.commit(path, accepted, line),
-            self.states.aux[:, : max(accepted) + 1],
+            self.states[:, : max(accepted) + 1],
         )[1],
     ),
     "one level too many": (
         Speculation,
         "rooms",
         lambda self: [
-            min(self.shape.depth, max(0, self.last_draft_position - output.length + 4))
+            min(self.shape.depth, max(0, self.draft.last_position - output.length + 4))
             for output in self.batch.running
         ],
     ),

@@ -1,0 +1,47 @@
+"""What DeepSpeed trains of each family: a module with a draft, whose forward is its loss."""
+
+import shutil
+
+import torch
+
+from conf.schema import ConfigError, RunConfig
+from models.drafts import Draft
+from models.eagle3 import Eagle3Draft
+from models.kernels import choose_kernel
+from models.verifier import VerifierEnds
+from train.loss import Distillation
+from train.ttt import TrainingTimeTest
+
+Trainee = TrainingTimeTest
+
+
+def trainee_for(
+    cfg: RunConfig, draft: Draft, ends: VerifierEnds, device: torch.device, dtype: torch.dtype
+) -> Trainee:
+    """On ``device``, its weights still in float32; ``dtype`` is what it is going to compute in."""
+    match draft:
+        case Eagle3Draft():
+            return training_time_test(cfg, draft, ends, device, dtype).to(device)
+
+
+def training_time_test(
+    cfg: RunConfig, draft: Eagle3Draft, ends: VerifierEnds, device: torch.device, dtype: torch.dtype
+) -> TrainingTimeTest:
+    own_ids = torch.arange(draft.config.draft_vocab_size)
+    head = ends.head[draft.to_target_ids(own_ids)].to(device=device, dtype=dtype)
+    kernel = choose_kernel(cfg.engine.attention, device, dtype, draft.config.head_dim)
+    teacher = Distillation(cfg.loss.kind, head, ends.config)
+    module = TrainingTimeTest(draft, teacher, cfg.ttt, kernel, cfg.engine.recompute)
+    if cfg.engine.compile:
+        refuse_missing_compiler(device)
+        module.compile_parts()
+    return module
+
+
+def refuse_missing_compiler(device: torch.device) -> None:
+    """torch.compile writes C++ for a CPU; without a compiler the first step would fail."""
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        raise ConfigError(
+            "engine.compile=true: needs a C++ compiler on a CPU, and none is installed; install "
+            "g++, or take engine.compile=false"
+        )
