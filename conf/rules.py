@@ -7,10 +7,12 @@ from functools import reduce
 from typing import Any
 
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
+from conf.model_rules import model
 from conf.schema import (
     FULL,
     AnswerBackend,
     ConfigError,
+    DraftFamily,
     HeadInit,
     RunConfig,
     Stage,
@@ -48,6 +50,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         choices,
         data_and_vocabulary,
         combinations,
+        model,
         answers,
         evaluation,
     ):
@@ -221,7 +224,8 @@ def combinations(cfg: RunConfig) -> Iterator[str]:
             "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "
             "set one of them to false"
         )
-    if cfg.draft.init is not None and cfg.draft.head_init is HeadInit.random:
+    headed = cfg.draft.family is not DraftFamily.model  # whose head has no start of its own
+    if headed and cfg.draft.init is not None and cfg.draft.head_init is HeadInit.random:
         yield (
             "draft.head_init=random: draft.init brings the head's rows; take "
             "draft.head_init=verifier, which begins with those, or draft.init=null"

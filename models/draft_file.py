@@ -12,12 +12,18 @@ from conf.runtime import write_atomically
 from conf.schema import ConfigError, DraftFamily
 from models.drafts import AnyConfig, Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.model_folder import read_model, write_model
+from models.small_model import ModelConfig
 
 CONFIG, WEIGHTS = "draft.json", "draft.safetensors"
 
 
 def save_draft(folder: Path, config: AnyConfig, state: dict[str, Tensor]) -> None:
     """Write weights, then config: a folder with a draft.json is whole."""
+    if isinstance(config, ModelConfig):
+        write_model(folder, config, state)
+        write_atomically(folder / CONFIG, config.to_json() + "\n")
+        return
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     write_atomically(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
     write_atomically(folder / CONFIG, config.to_json() + "\n")
@@ -40,18 +46,13 @@ def read_config(folder: Path) -> AnyConfig:
     match family_of(text):
         case DraftFamily.eagle3:
             return DraftConfig.from_json(text)
+        case DraftFamily.model:
+            return ModelConfig.from_json(text)
         case other:
             raise ConfigError(
                 f"{folder}: holds a draft of the family {other.value}, which this version cannot "
                 "run; give another head"
             )
-
-
-def build_draft(config: AnyConfig) -> Draft:
-    """With weights that are yet to come."""
-    match config:
-        case DraftConfig():
-            return Eagle3Draft(config)
 
 
 def load_draft(
@@ -62,7 +63,11 @@ def load_draft(
     ``embedding`` [V, D] is the verifier's own, shared as serving engines share it: the file has
     the frozen copy that training read, rounded to the training precision.
     """
-    draft = build_draft(read_config(folder))
+    config = read_config(folder)
+    if isinstance(config, ModelConfig):
+        small = read_model(folder, config, dtype).to(device).eval()
+        return small.requires_grad_(False)
+    draft = Eagle3Draft(config)
     try:
         draft.load_state_dict(load_file(folder / WEIGHTS))
     except (RuntimeError, OSError, SafetensorError) as error:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from conf.schema import ConfigError
 from models.eagle3 import DraftConfig, Eagle3Draft
+from models.small_model import ModelConfig, SmallModel
 from models.verifier import VerifierFacts
 
-Draft = Eagle3Draft
-AnyConfig = DraftConfig
+Draft = Eagle3Draft | SmallModel
+AnyConfig = DraftConfig | ModelConfig
 
 
 def facts_read(config: AnyConfig) -> tuple[str, ...]:
@@ -15,6 +16,8 @@ def facts_read(config: AnyConfig) -> tuple[str, ...]:
     match config:
         case DraftConfig():
             return ("aux_layers", "hidden_size", "vocab_size")
+        case ModelConfig():
+            return ("vocab_size",)
 
 
 def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts) -> None:
@@ -26,7 +29,7 @@ def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts)
             f"{folder}: the head is for {words(config, sizes)}, and the verifier has "
             f"{words(facts, sizes, noun='')}; give the verifier it was trained on"
         )
-    if "aux_layers" in named and config.aux_layers != facts.aux_layers:
+    if isinstance(config, DraftConfig) and config.aux_layers != facts.aux_layers:
         layers = ",".join(map(str, config.aux_layers))
         raise ConfigError(
             f"{folder}: the head reads the streams after {config.aux_layers} layers, and the "
@@ -36,5 +39,6 @@ def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts)
 
 def words(found: AnyConfig | VerifierFacts, sizes: list[str], noun: str = " tokens") -> str:
     """128 tokens of width 64."""
-    width = f" of width {found.hidden_size}" if "hidden_size" in sizes else ""
+    width = "" if isinstance(found, ModelConfig) else f" of width {found.hidden_size}"
+    width = width if "hidden_size" in sizes else ""
     return f"{found.vocab_size}{noun}{width}"

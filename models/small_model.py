@@ -164,7 +164,8 @@ class SmallModel(nn.Module):
         return table.num_embeddings
 
     @property
-    def lm_head(self) -> Rows:
+    def lm_head(self) -> Any:
+        """As the loss reads it: ``weight`` [Vd, width]."""
         head: Any = self.lm.get_output_embeddings()
         return Rows(head.weight[: self.size])
 

@@ -11,7 +11,9 @@ from conf.schema import FULL, ConfigError, DraftFamily, DraftSection, HeadInit
 from models.drafts import AnyConfig, Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.heads import config_of, load_head, vocabulary_of
+from models.model_folder import read_model, refuse_untrainable
 from models.rope import Rope, Rotary
+from models.small_model import ModelConfig, SmallModel
 from models.verifier import VerifierEnds, VerifierFacts
 from models.vocab import DraftVocab, draft_vocab_size
 
@@ -26,6 +28,8 @@ def config_to_train(section: DraftSection, facts: VerifierFacts) -> AnyConfig:
     match section.family:
         case DraftFamily.eagle3:
             return eagle3_to_train(section, facts)
+        case DraftFamily.model:
+            return ModelConfig.of(section, facts)
         case other:
             raise not_trained(other)
 
@@ -102,6 +106,9 @@ def refuse_other_table(init: str, found: DraftConfig, trained: DraftConfig) -> N
 
 def vocabulary_to_train(section: DraftSection, facts: VerifierFacts, counts: Tensor) -> DraftVocab:
     """That of the head in draft.init, else the most frequent tokens of ``counts`` [V]."""
+    if section.family is DraftFamily.model:  # its ids come first among the verifier's
+        size = ModelConfig.of(section, facts).draft_vocab_size
+        return DraftVocab.of_ids(torch.arange(size), counts.numel())
     if section.init is None:
         return DraftVocab.from_counts(counts, draft_vocab_size(section, counts.numel()))
     return vocabulary_of(Path(section.init), eagle3_to_train(section, facts))
@@ -114,8 +121,20 @@ def new_draft(
     match section.family:
         case DraftFamily.eagle3:
             return new_eagle3(section, facts, ends, vocab)
+        case DraftFamily.model:
+            return new_model(section, facts)
         case other:
             raise not_trained(other)
+
+
+def new_model(section: DraftSection, facts: VerifierFacts) -> SmallModel:
+    """Random weights, or those of the model in draft.init. Raises ConfigError."""
+    config = ModelConfig.of(section, facts)
+    if section.init is None:
+        return SmallModel.new(config)
+    draft = read_model(Path(section.init), config, torch.float32)
+    refuse_untrainable(draft)
+    return draft
 
 
 def new_eagle3(

@@ -8,20 +8,31 @@ gradient is made in the same pass. Nothing of size guesses x vocabulary is kept.
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 from conf.schema import LossKind
 from data.chains import Chains
 from data.records import TTTBatch
-from models.eagle3 import Eagle3Draft
 from models.verifier import scaled_logits
 
 NONE = torch.empty(0)  # a field that the kind of loss at hand does not read
 CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a chunk: 32 MB in fp32 on a CPU
+
+
+class Guesser(Protocol):
+    """What the loss reads of a draft: its rows, and which of the verifier's tokens they are."""
+
+    @property
+    def lm_head(self) -> nn.Linear: ...  # [Vd, D]
+    @property
+    def t2d(self) -> Tensor: ...  # [V] bool
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor: ...
+    def to_draft_ids(self, target_ids: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -59,13 +70,13 @@ class Distillation:
         self.grade = grade
 
     def __call__(
-        self, draft: Eagle3Draft, batch: TTTBatch, steps: list[Tensor], weights: Tensor
+        self, draft: Guesser, batch: TTTBatch, steps: list[Tensor], weights: Tensor
     ) -> Guesses:
         """steps K x [R, D], what the head reads; weights [P] of the guesses' losses."""
         known = Fused(self, draft, batch, weights, torch.is_grad_enabled())
         return Guesses(*_ChunkedLoss.apply(known, draft.lm_head.weight, *steps))
 
-    def teacher(self, batch: TTTBatch, targets: Tensor, draft: Eagle3Draft) -> Teacher:
+    def teacher(self, batch: TTTBatch, targets: Tensor, draft: Guesser) -> Teacher:
         """targets [M]: packed positions, at which the verifier's states give the distributions."""
         targets = targets if batch.asking is None else batch.asking[targets]
         ids = batch.argmax[targets]
@@ -85,7 +96,7 @@ class Fused:
     """What the fused function reads beside the states: nothing here gets a gradient."""
 
     distillation: Distillation
-    draft: Eagle3Draft
+    draft: Guesser
     batch: TTTBatch
     weights: Tensor
     trained: bool

@@ -7,9 +7,11 @@ import torch
 from conf.schema import ConfigError
 from conf.shapes import Shape
 from eval.drafters.eagle3 import Eagle3Drafter
+from eval.drafters.small_model import SmallModelDrafter
 from eval.propose import Drafter
 from models.drafts import Draft, facts_read
 from models.eagle3 import Eagle3Draft
+from models.small_model import SmallModel
 from models.verifier import Verifier
 
 
@@ -18,6 +20,8 @@ def drafter_for(draft: Draft, batch: int, capacity: int, device: torch.device) -
     match draft:
         case Eagle3Draft():
             return Eagle3Drafter(draft, batch, capacity, device)
+        case SmallModel():
+            return SmallModelDrafter(draft, batch, capacity, device)
 
 
 def refuse_shapes(draft: Draft, shapes: Sequence[Shape], device: torch.device) -> None:

@@ -47,6 +47,8 @@ class SmallModelDrafter:
         self, prompts: Tensor, states: VerifierStates, roots: Tensor, lengths: list[int]
     ) -> None:
         """Run the prompts [B, P], right-padded; their first tokens [B, 1] wait."""
+        self.cache.begin(len(lengths))
+        self._begin_round()
         self._feed(prompts)
         self.cache.advance(lengths)
         self._waiting, self._counts = roots, [1] * len(lengths)

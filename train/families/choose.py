@@ -8,11 +8,13 @@ from conf.schema import ConfigError, RunConfig
 from models.drafts import Draft
 from models.eagle3 import Eagle3Draft
 from models.kernels import choose_kernel
+from models.small_model import SmallModel
 from models.verifier import VerifierEnds
+from train.families.small_model import SmallModelTest
 from train.loss import Distillation
 from train.ttt import TrainingTimeTest
 
-Trainee = TrainingTimeTest
+Trainee = TrainingTimeTest | SmallModelTest
 
 
 def trainee_for(
@@ -22,20 +24,33 @@ def trainee_for(
     match draft:
         case Eagle3Draft():
             return training_time_test(cfg, draft, ends, device, dtype).to(device)
+        case SmallModel():
+            module = SmallModelTest(draft, teacher_for(cfg, draft, ends, device, dtype))
+            if cfg.engine.compile:
+                refuse_missing_compiler(device)
+                module.compile_parts()
+            return module.to(device)
 
 
 def training_time_test(
     cfg: RunConfig, draft: Eagle3Draft, ends: VerifierEnds, device: torch.device, dtype: torch.dtype
 ) -> TrainingTimeTest:
-    own_ids = torch.arange(draft.config.draft_vocab_size)
-    head = ends.head[draft.to_target_ids(own_ids)].to(device=device, dtype=dtype)
     kernel = choose_kernel(cfg.engine.attention, device, dtype, draft.config.head_dim)
-    teacher = Distillation(cfg.loss.kind, head, ends.config)
+    teacher = teacher_for(cfg, draft, ends, device, dtype)
     module = TrainingTimeTest(draft, teacher, cfg.ttt, kernel, cfg.engine.recompute)
     if cfg.engine.compile:
         refuse_missing_compiler(device)
         module.compile_parts()
     return module
+
+
+def teacher_for(
+    cfg: RunConfig, draft: Draft, ends: VerifierEnds, device: torch.device, dtype: torch.dtype
+) -> Distillation:
+    """The loss, with the verifier's rows of the draft vocabulary."""
+    own_ids = torch.arange(draft.config.draft_vocab_size)
+    head = ends.head[draft.to_target_ids(own_ids)].to(device=device, dtype=dtype)
+    return Distillation(cfg.loss.kind, head, ends.config)
 
 
 def refuse_missing_compiler(device: torch.device) -> None:
