@@ -23,6 +23,7 @@ from eval.timed import Question
 from models.drafts import Draft
 from models.sampling import OwnDice
 from models.steps import Steps, now
+from models.verifier import Verifier
 
 VERIFIED = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # tokens a sequence
 LEVELS = (1, 2, 4, 8, 16)  # nodes a sequence
@@ -49,9 +50,7 @@ def measure_costs(
     answer = at.baselines.tokens / at.baselines.prompts
     lengths = [len(one.ids) for group in groups for one in group]
     rows = max(1, round(median(one.tau for one in at.shapes.values())))
-    most = max(one.nodes for one in shapes) + 1
-    last = drafter_for(draft, 1, 1, verifier.device).last_position
-    limit = min(verifier.facts.max_positions, last + 1) - max(most, *LEVELS) - 1
+    limit = last_start(verifier, draft, shapes)
     context = max(rows + 1, min(round(median(lengths) + answer / 2), limit))
     bench = StepBench(steps, draft, text_of(groups, context), rows, settings)
     room = verifier.facts.max_positions - context
@@ -73,6 +72,13 @@ def measure_costs(
         draft_next={n: share[f"level {n}"] for n in fed},
         rest=0.0,
     )
+
+
+def last_start(verifier: Verifier, draft: Draft, shapes: Sequence[Shape]) -> int:
+    """The longest text after which every step still has the positions it takes."""
+    most = max(one.nodes for one in shapes) + 1
+    last = drafter_for(draft, 1, 1, verifier.device).last_position
+    return min(verifier.facts.max_positions, last + 1) - max(most, *LEVELS) - 1
 
 
 def sizes(usual: Sequence[int], needed: Sequence[int], most: int) -> list[int]:
@@ -133,6 +139,7 @@ class StepBench:
             logits = self.target.prefill(self.ids, [length] * batch)
             self.target.root = logits.argmax(-1)[:, None]
         self.states = self.target.states  # of the whole text
+        self.rewind()
 
     def plain(self) -> float:
         """A plain decoding step up to the tokens on the host."""
