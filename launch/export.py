@@ -23,9 +23,10 @@ from models.export.check import check
 from models.export.check_verifier import holds_embedding
 from models.export.engines import LAYOUTS
 from models.export.layout import Layout
-from models.export.small_model import check_model, is_model_folder
+from models.export.small_model import check_model
 from models.export.vllm import VLLM
 from models.export.write import export_head
+from models.model_folder import is_model_folder
 
 
 def parser() -> Parser:

@@ -3,6 +3,8 @@
 Weights are safetensors alone, and code that comes with them never runs.
 """
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.logging import (
     disable_progress_bar,
@@ -18,13 +21,37 @@ from transformers.utils.logging import (
 )
 
 from conf.runtime import sync_folder
-from conf.schema import ConfigError
+from conf.schema import ConfigError, DraftFamily, DraftSection
+from models.facts import VerifierFacts
 from models.small_model import ATTENTION, ModelConfig, SmallModel, errors_named
 from models.token_strings import first_other, token_strings
+from models.verifier import tensor_files
 
+LAYER = re.compile(r"\w\.(layers|h|blocks)\.\d+\.")  # inside a model; a head's names begin with it
 PREFIX = "lm."  # of the library's names among a SmallModel's
 ONE_FILE = "1000GB"  # a shard's size: one file, which checks and digests look for
 SCALES = ("logits_scaling", "logit_scale", "final_logit_softcapping")  # of a model's own logits
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a whole causal language model of the library lies there, and no head.
+
+    Heads may borrow a model's name; their tensors have no model around the layers.
+    """
+    try:
+        layout = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named = set(layout.get("architectures") or [])
+        tensors = tensor_files(folder)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):  # ConfigError, too
+        return False  # what is wrong is for those to say who want a head or a model
+    whole = any(LAYER.search(name) for name in tensors)
+    return whole and bool(named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+
+
+def published_config(folder: Path, facts: VerifierFacts) -> ModelConfig:
+    """Of a model as the library's save_pretrained leaves it. Raises ConfigError."""
+    section = DraftSection(family=DraftFamily.model, init=str(folder))
+    return ModelConfig.of(section, facts)
 
 
 def read_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> SmallModel:
@@ -84,8 +111,8 @@ def refuse_untrainable(model: SmallModel) -> None:
         odd.append("a bias on its head")
     if odd:
         raise ConfigError(
-            f"draft.init: the model has {odd[0]}, which training does not know; take it as it is "
-            "with optim.max_steps=0, or give a model such as Llama or Qwen3"
+            f"draft.init: the model has {odd[0]}, which training does not know; measure it as "
+            "it is with eval.head, or give a model such as Llama or Qwen3"
         )
 
 

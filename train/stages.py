@@ -19,7 +19,7 @@ from conf.runtime import (
     say,
     write_atomically,
 )
-from conf.schema import CaptureMode, ConfigError, RunConfig, Stage
+from conf.schema import CaptureMode, ConfigError, DraftFamily, RunConfig, Stage
 from conf.settings import refuse_other_settings
 from data.capture import capture
 from data.capture_job import manifest_of
@@ -35,6 +35,7 @@ from eval.chosen import choose_prompts
 from eval.main import evaluate, head_to_measure
 from models.draft_file import CONFIG
 from models.export.write import export_run
+from models.model_folder import refuse_other_model
 from models.start import config_to_train
 from models.token_strings import refuse_other_tokens, save_tokens
 from models.verifier import load_facts, load_tokenizer
@@ -89,7 +90,10 @@ def refuse_unfit_start(cfg: RunConfig) -> None:
     cache = cache_dir(cfg)
     config_to_train(cfg.draft, load_facts(cfg.verifier, cache))
     if cfg.draft.init is not None:
-        refuse_other_tokens(Path(cfg.draft.init), load_tokenizer(cfg.verifier, cache))
+        tokenizer = load_tokenizer(cfg.verifier, cache)
+        if cfg.draft.family is DraftFamily.model:
+            refuse_other_model(Path(cfg.draft.init), tokenizer)
+        refuse_other_tokens(Path(cfg.draft.init), tokenizer)
 
 
 def captured_once(
@@ -119,7 +123,10 @@ def train_on(
         agreement = agreement_of(source.manifest)  # which capture has said
     require_agreement(cfg, agreement)
     if ranks.is_main:  # not before: best/ makes the run folder that of these settings
-        save_tokens(run_dir(cfg) / "best", load_tokenizer(cfg.verifier, cache))
+        tokenizer = load_tokenizer(cfg.verifier, cache)
+        save_tokens(run_dir(cfg) / "best", tokenizer)
+        if cfg.draft.family is DraftFamily.model:
+            tokenizer.save_pretrained(run_dir(cfg) / "best")  # a model's folder is whole by itself
     with StopRequest() as request:
         return fit(cfg, prepared, source, ranks, request)
 

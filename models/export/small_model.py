@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from conf.schema import ConfigError, ExportFormat, Precision
@@ -134,17 +133,6 @@ def card_text(draft: SmallModel, card: CardFacts, commands: list[str]) -> str:
             "",
         ]
     )
-
-
-def is_model_folder(folder: Path) -> bool:
-    """Whether its config.json is a causal language model's of the library, and no head's."""
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        names = set(config.get("architectures") or [])
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        return False  # what is wrong with it is the heads' check's to say
-    heads = "draft_vocab_size" in config or "speculators_config" in config
-    return not heads and bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 
 
 def check_model(folder: Path, verifier: Path | None = None) -> list[str]:
