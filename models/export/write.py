@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -67,6 +68,7 @@ def export_head(
     refuse_other_tokens(head, tokenizer)
     card = card_of_run(head, cfg, data, resolve(cfg.verifier.path, cache))
     if isinstance(draft, SmallModel):
+        card = replace(card, draft_tokens=cfg.eval.n_draft)  # one step trains any depth
         export_model(draft, folder, card, dtype, layout.format, tokenizer)
         lines = serve(card, folder)
     else:
