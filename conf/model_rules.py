@@ -5,6 +5,7 @@ from typing import Any
 
 from conf.schema import (
     FULL,
+    DraftAttentionKind,
     DraftFamily,
     ExportFormat,
     Feed,
@@ -33,6 +34,11 @@ def model(cfg: RunConfig) -> Iterator[str]:
             f"ttt.depth={cfg.ttt.depth}: draft.family=model reads tokens alone, so one step "
             "trains them all; set ttt=one"
         )
+    if cfg.engine.zero_stage == 3:
+        yield (
+            "engine.zero_stage=3: the held-out acceptance of draft.family=model is played on each "
+            "rank with whole weights; take engine.zero_stage=2"
+        )
     if draft.width is not None and (draft.width < WIDTHS or draft.width % WIDTHS):
         yield f"draft.width={draft.width}: must be a multiple of {WIDTHS}; try draft.width=128"
     if draft.layers < 1:
@@ -58,6 +64,7 @@ def unheeded(cfg: RunConfig) -> Iterator[str]:
         ("ttt.weights", cfg.ttt.weights, StepWeights.decay),
         ("ttt.feed", cfg.ttt.feed, Feed.data),
         ("engine.recompute", cfg.engine.recompute, False),
+        ("engine.attention", cfg.engine.attention, DraftAttentionKind.auto),
     ]
     for knob, value, only in known:
         if value != only:

@@ -23,6 +23,8 @@ def test_the_groups_bring_all_that_the_family_needs(name: str):
         ("draft.width=100", r"draft\.width=100: must be a multiple of 64"),
         ("draft.layers=0", r"draft\.layers=0: must be"),
         ("ttt.feed=own", r"ttt\.feed=own: has no effect"),
+        ("engine.zero_stage=3", r"engine\.zero_stage=3: .* take engine\.zero_stage=2"),
+        ("engine.attention=plain", r"engine\.attention=plain: has no effect"),
         ("engine.recompute=true", r"engine\.recompute=true: has no effect"),
     ],
 )
