@@ -11,7 +11,8 @@ def draft(cfg: RunConfig) -> Iterator[str]:
             "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "
             "set one of them to false"
         )
-    if cfg.draft.init is not None and cfg.draft.head_init is HeadInit.random:
+    headed = cfg.draft.family is not DraftFamily.model  # whose head has no start of its own
+    if headed and cfg.draft.init is not None and cfg.draft.head_init is HeadInit.random:
         yield (
             "draft.head_init=random: draft.init brings the head's rows; take "
             "draft.head_init=verifier, which begins with those, or draft.init=null"

@@ -11,6 +11,7 @@ from conf.eagle1_rules import eagle1
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
 from conf.family_rules import families
 from conf.medusa_rules import medusa
+from conf.model_rules import model
 from conf.recipe_rules import recipe
 from conf.schema import (
     FULL,
@@ -58,6 +59,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         families,
         eagle1,
         medusa,
+        model,
         answers,
         evaluation,
     ):

@@ -11,6 +11,7 @@ from conf.schema import MOST_LAYERS
 from models.rope import STATIC_TYPES
 
 if TYPE_CHECKING:
+    from models.eagle1 import Eagle1Config
     from models.eagle3 import DraftConfig
 
 LARGEST = 2**24  # of any width, count or vocabulary; positions go to 2**31
@@ -32,7 +33,7 @@ ROPE_NEEDS = {  # by type, what its table cannot do without
 }
 
 
-def faults(draft: "DraftConfig") -> Iterator[str]:
+def faults(draft: "DraftConfig | Eagle1Config") -> Iterator[str]:
     """Each names the field, its value and the rule."""
     sizes = dict.fromkeys(SIZES, LARGEST) | {"max_positions": 2**31, "layers": MOST_LAYERS}
     for name, most in sizes.items():
@@ -47,7 +48,7 @@ def faults(draft: "DraftConfig") -> Iterator[str]:
     yield from rope_faults(draft.rope, draft.head_dim)
 
 
-def misfits(draft: "DraftConfig") -> Iterator[str]:
+def misfits(draft: "DraftConfig | Eagle1Config") -> Iterator[str]:
     """Sizes that are possible each by itself, and not together."""
     if draft.draft_vocab_size > draft.vocab_size:
         yield (

@@ -7,10 +7,11 @@ from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.medusa import MedusaConfig, MedusaDraft
 from models.phrases import PhraseConfig, PhraseTable
+from models.small_model import ModelConfig, SmallModel
 from models.verifier import VerifierFacts
 
-Draft = Eagle3Draft | Eagle1Draft | MedusaDraft | PhraseTable
-AnyConfig = DraftConfig | Eagle1Config | MedusaConfig | PhraseConfig
+Draft = Eagle3Draft | Eagle1Draft | MedusaDraft | SmallModel | PhraseTable
+AnyConfig = DraftConfig | Eagle1Config | MedusaConfig | ModelConfig | PhraseConfig
 
 
 def facts_read(config: AnyConfig) -> tuple[str, ...]:
@@ -18,7 +19,7 @@ def facts_read(config: AnyConfig) -> tuple[str, ...]:
     match config:
         case DraftConfig() | Eagle1Config():
             return ("aux_layers", "hidden_size", "vocab_size")
-        case PhraseConfig():
+        case PhraseConfig() | ModelConfig():
             return ("vocab_size",)
         case MedusaConfig():
             return ("hidden_size", "vocab_size")
@@ -44,10 +45,11 @@ def refuse_other_verifier(folder: Path, config: AnyConfig, facts: VerifierFacts)
 
 def aux_layers_of(config: AnyConfig) -> list[int] | None:
     """The verifier's streams that the draft reads; None: none."""
-    return config.aux_layers if "aux_layers" in facts_read(config) else None
+    return config.aux_layers if isinstance(config, DraftConfig | Eagle1Config) else None
 
 
 def words(found: AnyConfig | VerifierFacts, sizes: list[str], noun: str = " tokens") -> str:
     """128 tokens of width 64."""
-    width = f" of width {found.hidden_size}" if "hidden_size" in sizes else ""
+    sized = not isinstance(found, ModelConfig | PhraseConfig)
+    width = f" of width {found.hidden_size}" if sized and "hidden_size" in sizes else ""
     return f"{found.vocab_size}{noun}{width}"

@@ -10,6 +10,7 @@ EAGLE-2 (2406.16858) is the same head with a tree that follows its confidence.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_origin, get_type_hints
 
@@ -65,6 +66,11 @@ class Eagle1Config:
             max_positions=max_positions,
             rope=settled(Rope(layer.head_dim, max_positions, facts.rope)),
         )
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return 1
 
     @property
     def draft_vocab_size(self) -> int:
@@ -179,6 +185,11 @@ class Eagle1Draft(nn.Module):
                 module.weight = nn.Parameter(weight, requires_grad=False)
 
     @property
+    def stack(self) -> list[FirstLayer]:
+        """Its layers, of which each has a memory."""
+        return [self.layer]
+
+    @property
     def layer(self) -> FirstLayer:
         layer = self.layers[0]
         assert isinstance(layer, FirstLayer)
@@ -199,20 +210,29 @@ class Eagle1Draft(nn.Module):
         width = self.config.hidden_size
         return share + F.linear(states.to(share.dtype), self.fc.weight[:, width:])
 
-    def remember(self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
-        """Give ``memory`` the keys of rows, and compute nothing else."""
+    def remember(
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memories: Sequence[Memory]
+    ) -> None:
+        """Give the layer's memory the keys of rows, and compute nothing else."""
+        (memory,) = memories
         attention = self.layer.self_attn
         rotation = attention.rotary.at(positions, share.dtype)
         attention.remember(self.entered(share, hidden), rotation, memory)
 
     def forward(
-        self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, known: bool = False
+        self,
+        share: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        memories: Sequence[Memory],
+        known: bool = False,
     ) -> DraftOutput:
         """One step: row t pairs x[t+1+k] with f[t] or the guess of it, and guesses the next one.
 
-        share [..., D] of the tokens, hidden [..., D], positions [...]; ``memory`` says which keys
-        a row sees. ``known``: it has the rows' own keys from ``remember``.
+        share [..., D] of the tokens, hidden [..., D], positions [...]; the layer's memory says
+        which keys a row sees. ``known``: it has the rows' own keys from ``remember``.
         """
+        (memory,) = memories
         layer, entered = self.layer, self.entered(share, hidden)
         rotation = layer.self_attn.rotary.at(positions, share.dtype)
         if not known:

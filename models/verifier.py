@@ -203,7 +203,8 @@ def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> Veri
         name = stored_name(skeleton, outside, names[id(weight)])
         return read_tensor(folder, where, name, weight.shape).to(dtype)
 
-    table, rows = skeleton.get_input_embeddings().weight, skeleton.get_output_embeddings().weight
+    ends: list[Any] = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
+    table, rows = (module.weight for module in ends)
     embedding = read(table)
     head = embedding if rows is table else read(rows)
     norm: Any = norm_after_layers(skeleton.get_decoder())

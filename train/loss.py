@@ -74,9 +74,7 @@ class Distillation:
         return Guesses(*_ChunkedLoss.apply(known, draft.lm_head.weight, *steps))
 
     @torch.no_grad()
-    def look(
-        self, kind: LossKind, draft: Guesser, batch: TTTBatch, steps: list[Tensor]
-    ) -> Guesses:
+    def look(self, kind: LossKind, draft: Guesser, batch: TTTBatch, steps: list[Tensor]) -> Guesses:
         """The guesses by another kind of loss, ahead of the one that is trained: the head once
         more, which costs a third of the loss."""
         other = Distillation(kind, self.head, self.config)

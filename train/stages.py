@@ -37,6 +37,7 @@ from models.draft_file import CONFIG
 from models.eagle3 import DraftConfig
 from models.export.write import export_run
 from models.last_layer import refuse_other_layer
+from models.model_folder import refuse_other_model
 from models.start import config_to_train
 from models.token_strings import refuse_other_tokens, save_tokens
 from models.verifier import load_facts, load_tokenizer
@@ -95,7 +96,10 @@ def refuse_unfit_start(cfg: RunConfig) -> None:
     if cfg.draft.layer_init is LayerInit.verifier and isinstance(draft, DraftConfig):
         refuse_other_layer(cfg.verifier, cache, draft)
     if cfg.draft.init is not None:
-        refuse_other_tokens(Path(cfg.draft.init), load_tokenizer(cfg.verifier, cache))
+        tokenizer = load_tokenizer(cfg.verifier, cache)
+        if cfg.draft.family is DraftFamily.model:
+            refuse_other_model(Path(cfg.draft.init), tokenizer)
+        refuse_other_tokens(Path(cfg.draft.init), tokenizer)
 
 
 def captured_once(
@@ -141,7 +145,10 @@ def own_tokens(cfg: RunConfig, ranks: RankInfo) -> None:
     """Note the tokens beside the head to come. Not before nothing more can be refused: best/ makes
     the run folder that of these settings."""
     if ranks.is_main:
-        save_tokens(run_dir(cfg) / "best", load_tokenizer(cfg.verifier, cache_dir(cfg)))
+        tokenizer = load_tokenizer(cfg.verifier, cache_dir(cfg))
+        save_tokens(run_dir(cfg) / "best", tokenizer)
+        if cfg.draft.family is DraftFamily.model:
+            tokenizer.save_pretrained(run_dir(cfg) / "best")  # a model's folder is whole by itself
 
 
 def evaluate_once(cfg: RunConfig, folder: Path, head: str, ranks: RankInfo) -> None:

@@ -9,12 +9,14 @@ from conf.shapes import Shape
 from eval.drafters.eagle3 import Eagle3Drafter
 from eval.drafters.medusa import MedusaDrafter
 from eval.drafters.phrases import PhraseDrafter
+from eval.drafters.small_model import SmallModelDrafter
 from eval.propose import Drafter
 from models.drafts import Draft, facts_read
 from models.eagle1 import Eagle1Draft
 from models.eagle3 import Eagle3Draft
 from models.medusa import MedusaDraft
 from models.phrases import PhraseTable
+from models.small_model import SmallModel
 from models.verifier import Verifier
 
 
@@ -27,6 +29,8 @@ def drafter_for(draft: Draft, batch: int, capacity: int, device: torch.device) -
             return PhraseDrafter(draft, batch, device)
         case MedusaDraft():
             return MedusaDrafter(draft, device)
+        case SmallModel():
+            return SmallModelDrafter(draft, batch, capacity, device)
 
 
 def refuse_shapes(draft: Draft, shapes: Sequence[Shape], device: torch.device) -> None:

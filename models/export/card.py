@@ -175,47 +175,45 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a report ({error}); run its stage again") from error
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What a card is about, and what only this family says."""
+
+    tag: str
+    title: str  # before the verifier's name
+    opening: list[str]
+    about: dict[str, list[str]]  # lines by the title of their section
+    limits: list[str] = field(default_factory=lambda: LIMITS)  # what it is not
+
+
 def write_card(card: CardFacts, draft: DraftConfig | Eagle1Config, commands: list[str]) -> str:
     """The text of README.md for a head that ``commands`` serve."""
-    name = card.verifier.rstrip("/").rpartition("/")[2]
     version = 1 if isinstance(draft, Eagle1Config) else 3
-    return "\n".join(
-        [
-            *front_matter(card, f"eagle{version}"),
-            f"# EAGLE-{version} draft head for {name}",
-            "",
-            f"A draft head for speculative decoding: it guesses tokens that `{card.verifier}` then",
-            "verifies, so that several tokens come out of one verifier step and the text stays the",
-            "verifier's own. Made with Eyrie.",
-            "",
-            "## Serve",
-            "",
-            "```bash",
-            *commands,
-            "```",
-            "",
-            "## Verifier",
-            "",
-            *verifier_part(card, draft),
-            "",
-            "## Head",
-            "",
-            *head_part(draft),
-            "",
-            "## Training",
-            "",
-            *training_part(card),
-            "",
-            "## Figures",
-            "",
-            *figures_part(card.figures),
-            "",
-            "## What it is not",
-            "",
-            *LIMITS,
-            "",
-        ]
-    )
+    opening = [
+        f"A draft head for speculative decoding: it guesses tokens that `{card.verifier}` then",
+        "verifies, so that several tokens come out of one verifier step and the text stays the",
+        "verifier's own. Made with Eyrie.",
+    ]
+    about = {"Verifier": verifier_part(card, draft), "Head": head_part(draft)}
+    title = f"EAGLE-{version} draft head"
+    return written(card, Subject(f"eagle{version}", title, opening, about), commands)
+
+
+def written(card: CardFacts, subject: Subject, commands: list[str]) -> str:
+    """README.md: what every family's card says, around what its subject does."""
+    sections = {
+        "Serve": ["```bash", *commands, "```"],
+        **subject.about,
+        "Training": training_part(card),
+        "Figures": figures_part(card.figures),
+        "What it is not": subject.limits,
+    }
+    name = card.verifier.rstrip("/").rpartition("/")[2]
+    lines = [*front_matter(card, subject.tag), f"# {subject.title} for {name}", ""]
+    lines += subject.opening
+    for title, body in sections.items():
+        lines += ["", f"## {title}", "", *body]
+    return "\n".join([*lines, ""])
 
 
 def front_matter(card: CardFacts, kind: str = "eagle3") -> list[str]:

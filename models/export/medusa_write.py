@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from conf.schema import ConfigError, ExportFormat, Precision
 from models.drafts import refuse_other_verifier
-from models.export.card import LIMITS, CardFacts, figures_part, front_matter, training_part
+from models.export.card import CardFacts, Subject, written
 from models.export.folder import origin_of, put
 from models.export.layout import CARD, CONFIG, ORIGIN, WEIGHTS
 from models.export.medusa import medusa_config, medusa_tensors, serve_medusa
@@ -56,41 +56,17 @@ def export_medusa(
 def card_text(draft: MedusaConfig, card: CardFacts, commands: list[str]) -> str:
     """README.md of the folder."""
     rows = "the verifier's own rows, frozen" if draft.shared_rows else "rows of their own"
-    return "\n".join(
-        [
-            *front_matter(card, "medusa"),
-            f"# Medusa heads for {card.verifier.rstrip('/').rpartition('/')[2]}",
-            "",
-            f"Heads for speculative decoding: each guesses a token that `{card.verifier}` then",
-            "verifies, so that several tokens come out of one verifier step and the text stays the",
-            "verifier's own. Made with Eyrie.",
-            "",
-            "## Serve",
-            "",
-            "```bash",
-            *commands,
-            "```",
-            "",
-            "## Heads",
-            "",
-            f"- {draft.heads} heads, head k guesses the token k places after the one emitted last; "
-            f"{draft.layers} residual blocks of width {draft.hidden_size} each, {rows}",
-            f"- draft vocabulary {draft.draft_vocab_size:,} of {draft.vocab_size:,} tokens",
-            f"- for `{card.verifier}`, revision {card.revision or 'not recorded'}, weights "
-            f"fingerprint {card.verifier_fingerprint or 'not recorded'}; states captured in "
-            f"{card.verifier_dtype}, after the final norm",
-            "",
-            "## Training",
-            "",
-            *training_part(card),
-            "",
-            "## Figures",
-            "",
-            *figures_part(card.figures),
-            "",
-            "## What it is not",
-            "",
-            *LIMITS,
-            "",
-        ]
-    )
+    opening = [
+        f"Heads for speculative decoding: each guesses a token that `{card.verifier}` then",
+        "verifies, so that several tokens come out of one verifier step and the text stays the",
+        "verifier's own. Made with Eyrie.",
+    ]
+    heads = [
+        f"- {draft.heads} heads, head k guesses the token k places after the one emitted last; "
+        f"{draft.layers} residual blocks of width {draft.hidden_size} each, {rows}",
+        f"- draft vocabulary {draft.draft_vocab_size:,} of {draft.vocab_size:,} tokens",
+        f"- for `{card.verifier}`, revision {card.revision or 'not recorded'}, weights "
+        f"fingerprint {card.verifier_fingerprint or 'not recorded'}; states captured in "
+        f"{card.verifier_dtype}, after the final norm",
+    ]
+    return written(card, Subject("medusa", "Medusa heads", opening, {"Heads": heads}), commands)

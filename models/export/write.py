@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from conf.runtime import say
 from conf.schema import ConfigError, Precision, RunConfig
 from models.bundled import resolve
 from models.draft_file import load_draft, read_config
+from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts, card_of_run, write_card
 from models.export.check import check
@@ -32,9 +34,11 @@ from models.export.layout import (
 from models.export.medusa import serve_medusa
 from models.export.medusa_write import export_medusa
 from models.export.phrases import export_phrases
+from models.export.small_model import export_model, serve
 from models.export.vllm import VLLM
 from models.medusa import MedusaDraft
 from models.phrases import PhraseConfig, PhraseTable
+from models.small_model import SmallModel
 from models.token_strings import FILE as TOKENS
 from models.token_strings import refuse_other_tokens
 from models.verifier import VerifierFacts, load_ends, load_facts, load_tokenizer
@@ -71,14 +75,19 @@ def export_head(
     table = load_ends(cfg.verifier, cache, torch.float32).embedding if layout.embedding else None
     draft = load_draft(head, torch.device("cpu"), torch.float32, table)
     assert not isinstance(draft, PhraseTable)  # as its config says
-    layout = layout_for(draft.config, layout)
-    refuse_other_tokens(head, load_tokenizer(cfg.verifier, cache))
+    tokenizer = load_tokenizer(cfg.verifier, cache)
+    refuse_other_tokens(head, tokenizer)
     card = card_of_run(head, cfg, data, resolve(cfg.verifier.path, cache))
     facts = load_facts(cfg.verifier, cache)
     if isinstance(draft, MedusaDraft):
         export_medusa(draft, facts, folder, card, dtype, layout.format)
         lines = serve_medusa(card, draft.config, folder)
+    elif isinstance(draft, SmallModel):
+        card = replace(card, draft_tokens=cfg.eval.n_draft)  # one step trains any depth
+        export_model(draft, folder, card, dtype, layout.format, tokenizer)
+        lines = serve(card, folder)
     else:
+        layout = layout_for(draft.config, layout)
         export(draft, facts, folder, card, dtype, layout)
         lines = layout.serve(card, draft.config, folder)
     say(f"{folder}: written and checked for {layout.engine} ({dtype.value}); serve it with")
@@ -87,7 +96,7 @@ def export_head(
 
 
 def export(
-    draft: Eagle3Draft,
+    draft: Eagle3Draft | Eagle1Draft,
     facts: VerifierFacts,
     folder: Path,
     card: CardFacts,
@@ -114,7 +123,9 @@ def export(
     return put(folder, fill)
 
 
-def write_files(draft: Eagle3Draft, setting: Setting, folder: Path, layout: Layout) -> None:
+def write_files(
+    draft: Eagle3Draft | Eagle1Draft, setting: Setting, folder: Path, layout: Layout
+) -> None:
     tensors = tensors_of(draft, layout, Precision(setting.dtype))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(0o644)  # safetensors writes 0600; a server is another user
@@ -122,7 +133,9 @@ def write_files(draft: Eagle3Draft, setting: Setting, folder: Path, layout: Layo
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def tensors_of(draft: Eagle3Draft, layout: Layout, dtype: Precision) -> dict[str, Tensor]:
+def tensors_of(
+    draft: Eagle3Draft | Eagle1Draft, layout: Layout, dtype: Precision
+) -> dict[str, Tensor]:
     """The tensors of the layout, floating ones cast to ``dtype``, in memory of their own."""
     state = draft.state_dict()
     chosen = {}
@@ -140,7 +153,7 @@ def exact(table: Tensor, dtype: Precision) -> str:
     return STORED[dtype if same else Precision.float32]
 
 
-def judge(config: DraftConfig, facts: VerifierFacts, layout: Layout) -> None:
+def judge(config: DraftConfig | Eagle1Config, facts: VerifierFacts, layout: Layout) -> None:
     """Refuse a head of another verifier, or one that the engine would run as another; warn where
     serving would be worse than training."""
     for words in layout.refusals(config):

@@ -12,13 +12,16 @@ from models.eagle3 import Eagle3Draft
 from models.kernels import choose_kernel
 from models.last_layer import take_last_layer
 from models.medusa import MedusaDraft
+from models.phrases import PhraseTable
+from models.small_model import SmallModel
 from models.verifier import VerifierEnds
 from train.families.eagle1 import FeatureRegression
 from train.families.medusa import MedusaTraining
+from train.families.small_model import SmallModelTest
 from train.loss import Distillation
 from train.ttt import TrainingTimeTest
 
-Trainee = TrainingTimeTest | FeatureRegression | MedusaTraining
+Trainee = TrainingTimeTest | FeatureRegression | MedusaTraining | SmallModelTest
 
 
 def trainee_for(
@@ -37,6 +40,14 @@ def trainee_for(
                 refuse_missing_compiler(device)
                 module.compile_parts()
             return module.to(device)
+        case SmallModel():
+            module = SmallModelTest(draft, teacher_for(cfg, draft, ends, device, dtype))
+            if cfg.engine.compile:
+                refuse_missing_compiler(device)
+                module.compile_parts()
+            return module.to(device)
+        case PhraseTable():
+            raise AssertionError("phrases are counted, not trained")
 
 
 def training_time_test(
@@ -65,7 +76,7 @@ def feature_regression(
 
 def teacher_for(
     cfg: RunConfig,
-    draft: Eagle3Draft | MedusaDraft,
+    draft: Eagle3Draft | MedusaDraft | SmallModel,
     ends: VerifierEnds,
     device: torch.device,
     dtype: torch.dtype,
