@@ -13,9 +13,10 @@ from data.template import encode_prompt
 from eval.acceptance import Counters, RankHits, total
 from eval.decode import DecodeSettings, decode
 from eval.generation import Generation, Round
-from eval.ngram import NgramTable
+from eval.ngram import table_walk
 from eval.proof.difference import Difference, compare
 from models.drafts import Draft
+from models.phrases import PhraseTable
 from models.verifier import Verifier
 
 TOO_LONG = "prompt leaves no position for an answer"
@@ -182,14 +183,15 @@ def placed(rounds: list[Round]) -> list[tuple[int, Round]]:
     return pairs
 
 
-def count_floor(runs: PromptRuns, table: NgramTable, n_draft: int) -> Counters:
+def count_floor(runs: PromptRuns, table: PhraseTable, n_draft: int) -> Counters:
     """The same answers with the n-gram table as the draft, walked over the plain text.
 
     An answer in [a, b) has the rows a-1 <= t < b-2: row t guesses from x[t+2] on.
     """
     return total(
         [
-            table.walk(
+            table_walk(
+                table,
                 [*answer.prompt_ids, *answer.plain.tokens, *answer.plain.tail],
                 len(answer.prompt_ids) - 1,
                 answer.length - 2,

@@ -18,7 +18,7 @@ from conf.runtime import RankInfo
 from conf.schema import ConfigError, Precision, RunConfig
 from data.records import TTTBatch
 from train.families.choose import Trainee
-from train.ttt import TTTOutput
+from train.ttt import TrainingTimeTest, TTTOutput
 
 TAG = "engine"  # name of DeepSpeed's folder inside a checkpoint
 WAY_OUT = "delete its checkpoint folder, and the run goes on from the one before"
@@ -62,7 +62,9 @@ class Whole(nn.Module):
 
     def forward(self, batch: TTTBatch, row_weights: Tensor | None, own: int = 0):
         if own:
+            assert isinstance(self.test, TrainingTimeTest), "others are replayed"
             return self.test.forward(batch, None, own)
+        assert row_weights is not None
         return tuple(vars(self.test.forward(batch, row_weights)).values())
 
 

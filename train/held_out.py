@@ -5,6 +5,8 @@ answer; walking the rounds row by row then gives the counters that the decoding 
 Other families play their rounds over the text (eval/replay.py).
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,7 @@ from conf.runtime import RankInfo
 from data.chains import Chains
 from data.distributed import sum_over_ranks
 from data.loader import batch_of, on_device
-from data.online import OnlineStates
-from data.reader import ShardReader
-from data.records import CachedPack
+from data.records import CachedPack, CachedSample
 from eval.acceptance import AcceptanceReport, Counters, count_hits, report_acceptance, walk
 from eval.replay import Place, replay
 from models.drafts import Draft
@@ -24,9 +24,21 @@ PLAYED = 64  # samples whose states are in memory at once
 RESAMPLES = 200  # a training line needs a rough interval only
 
 
-def measure(
-    engine: Engine, source: ShardReader | OnlineStates, n_draft: int, ranks: RankInfo
-) -> AcceptanceReport:
+class HeldOut(Protocol):
+    """Where held-out samples are read from."""
+
+    @property
+    def greedy(self) -> Tensor:
+        """[S] bool: the answers are the verifier's own greedy text."""
+        ...
+
+    @property
+    def valid_indices(self) -> list[int]: ...
+
+    def read(self, index: int) -> CachedSample: ...
+
+
+def measure(engine: Engine, source: HeldOut, n_draft: int, ranks: RankInfo) -> AcceptanceReport:
     """Acceptance of an EAGLE-3 head's chains of ``n_draft`` on the held-out samples, equal on all
     ranks.
 
@@ -51,7 +63,7 @@ def measure(
 
 
 def measure_by_replay(
-    draft: Draft, source: ShardReader | OnlineStates, n_draft: int, ranks: RankInfo, place: Place
+    draft: Draft, source: HeldOut, n_draft: int, ranks: RankInfo, place: Place
 ) -> AcceptanceReport:
     """The same of any family. Ranks play samples of their own at their own pace, so the weights
     must be whole on each of them: no ZeRO-3. Raises ConfigError for chains it cannot propose."""
@@ -65,7 +77,7 @@ def measure_by_replay(
     return report_of(table.to(place.device), n_draft)
 
 
-def samples_to_play(source: ShardReader | OnlineStates) -> list[int]:
+def samples_to_play(source: HeldOut) -> list[int]:
     """The held-out ones, of which those with the verifier's own greedy text where there are any."""
     chosen = source.valid_indices
     return [i for i in chosen if source.greedy[i]] or chosen

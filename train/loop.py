@@ -183,7 +183,7 @@ def build(
     ends = load_ends(cfg.verifier, cache, torch.float32)
     check_teacher(ends, source)
     torch.manual_seed(cfg.run.seed)
-    draft = new_draft(cfg.draft, facts, ends, vocab)
+    draft = new_draft(cfg.draft, facts, ends, vocab, cfg.ttt.depth)
     share = vocab.coverage(prepared.token_counts)
     size, total = len(vocab.target_ids), facts.vocab_size
     say(f"draft vocabulary: {size:,} of {total:,} tokens, {share:.1%} of the training labels")

@@ -8,21 +8,32 @@ gradient is made in the same pass. Nothing of size guesses x vocabulary is kept.
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 from conf.schema import LossKind
 from data.chains import Chains
 from data.records import TTTBatch
-from models.eagle3 import Eagle3Draft
 from models.verifier import scaled_logits
 from train.grade import NONE, Looked, Teacher, grade
 
 CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a chunk: 32 MB in fp32 on a CPU
 ETA = 3.0  # of mix: how fast the agreement takes the weight from KL; the paper's for EAGLE-3
+
+
+class Guesser(Protocol):
+    """What the loss reads of a draft: its rows, and which of the verifier's tokens they are."""
+
+    @property
+    def lm_head(self) -> nn.Linear: ...  # [Vd, D]
+    @property
+    def t2d(self) -> Tensor: ...  # [V] bool
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor: ...
+    def to_draft_ids(self, target_ids: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Distillation:
 
     def __call__(
         self,
-        draft: Eagle3Draft,
+        draft: Guesser,
         batch: TTTBatch,
         steps: list[Tensor],
         weights: Tensor,
@@ -63,16 +74,14 @@ class Distillation:
         return Guesses(*_ChunkedLoss.apply(known, draft.lm_head.weight, *steps))
 
     @torch.no_grad()
-    def look(
-        self, kind: LossKind, draft: Eagle3Draft, batch: TTTBatch, steps: list[Tensor]
-    ) -> Guesses:
+    def look(self, kind: LossKind, draft: Guesser, batch: TTTBatch, steps: list[Tensor]) -> Guesses:
         """The guesses by another kind of loss, ahead of the one that is trained: the head once
         more, which costs a third of the loss."""
         other = Distillation(kind, self.head, self.config)
         other.grade = self.grade
         return other(draft, batch, steps, self.head.new_zeros(len(batch.chains.targets_of)))
 
-    def teacher(self, batch: TTTBatch, targets: Tensor, draft: Eagle3Draft) -> Teacher:
+    def teacher(self, batch: TTTBatch, targets: Tensor, draft: Guesser) -> Teacher:
         """targets [M]: packed positions, at which the verifier's states give the distributions."""
         targets = targets if batch.asking is None else batch.asking[targets]
         ids = batch.argmax[targets]
@@ -107,7 +116,7 @@ class Fused:
     """What the fused function reads beside the states: nothing here gets a gradient."""
 
     distillation: Distillation
-    draft: Eagle3Draft
+    draft: Guesser
     batch: TTTBatch
     weights: Tensor  # [P]
     shares: Tensor  # [P] of mix

@@ -1,20 +1,23 @@
-"""EAGLE-3 as a drafter: one decoder layer over fused verifier states, with its cache."""
+"""EAGLE-3 and EAGLE-1 as drafters: decoder layers over the verifier's states, a cache each."""
 
 import torch
 from torch import Tensor
 
 from conf.shapes import Shape
+from models.eagle1 import Eagle1Draft
 from models.eagle3 import DraftOutput, Eagle3Draft
 from models.memory import DraftCache
 from models.verifier import VerifierStates
 
 
 class Eagle3Drafter:
-    """The draft with its cache: rows made of verifier states stay, rows of guesses do not."""
+    """The draft with its caches: rows made of verifier states stay, rows of guesses do not."""
 
-    def __init__(self, draft: Eagle3Draft, batch: int, capacity: int, device: torch.device):
+    def __init__(
+        self, draft: Eagle3Draft | Eagle1Draft, batch: int, capacity: int, device: torch.device
+    ):
         self.draft = draft
-        self.cache = DraftCache(capacity, batch)
+        self.caches = [DraftCache(capacity, batch) for _ in draft.stack]
         self.last_position = draft.config.max_positions - 1
         own_ids = torch.arange(draft.config.draft_vocab_size, device=device)
         self.target_ids = draft.to_target_ids(own_ids)  # [Vd]
@@ -34,7 +37,7 @@ class Eagle3Drafter:
     ) -> None:
         """The prompts' rows give keys at once; those that pair with the roots wait."""
         self.committed = [0] * len(lengths)
-        self.cache.truncate(self.committed)
+        self._truncate()
         if max(lengths) > 1:
             self._remember(prompts[:, 1:], states.aux[:, :-1], [n - 1 for n in lengths])
         rows = torch.arange(len(lengths), device=prompts.device)
@@ -43,14 +46,14 @@ class Eagle3Drafter:
 
     def feed(self, tokens: Tensor, states: VerifierStates, counts: list[int]) -> None:
         """The rows run when the next round starts, so that nothing is computed after the last."""
-        self.cache.truncate(self.committed)
+        self._truncate()
         self._waiting, self._counts = (tokens, states.aux), counts
 
     def _remember(self, tokens: Tensor, aux: Tensor, counts: list[int]) -> None:
         """Rows of prompts: nothing is guessed from them, so they only give keys."""
         positions = self._positions(torch.arange(tokens.shape[1], device=tokens.device))
         share = self.draft.share_of(tokens, asks=False)
-        self.draft.remember(share, self.draft.fuse(aux), positions, self.cache)
+        self.draft.remember(share, self.draft.fuse(aux), positions, self.caches)
         self._commit(counts)
 
     def start(self) -> Tensor:
@@ -81,7 +84,7 @@ class Eagle3Drafter:
         return self.draft.logits(output.normed)
 
     def _branch(self, parents: Tensor) -> None:
-        """Tell the cache which nodes the level to come sees: its parents' and each its own.
+        """Tell the caches which nodes the level to come sees: its parents' and each its own.
 
         Until the first branching the nodes are a line, and each level saw all before.
         """
@@ -92,11 +95,16 @@ class Eagle3Drafter:
         inherited = lineage.gather(1, parents[..., None].expand(-1, -1, lineage.shape[-1]))
         own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
         self._lineage = torch.cat([inherited, own], -1)
-        self.cache.branches = self._lineage
+        for cache in self.caches:
+            cache.branches = self._lineage
 
     def _commit(self, counts: list[int]) -> None:
         self.committed = [n + more for n, more in zip(self.committed, counts, strict=True)]
-        self.cache.truncate(self.committed)
+        self._truncate()
+
+    def _truncate(self) -> None:
+        for cache in self.caches:
+            cache.truncate(self.committed)
 
     def _positions(self, steps: Tensor) -> Tensor:
         """[B, T] of rows ``steps`` [T] past the committed ones.
@@ -109,7 +117,7 @@ class Eagle3Drafter:
 
     def _run(self, tokens: Tensor, hidden: Tensor, steps: Tensor) -> DraftOutput:
         share = self.draft.share_of(tokens)
-        return self.draft(share, hidden, self._positions(steps), self.cache)
+        return self.draft(share, hidden, self._positions(steps), self.caches)
 
     def keep(self, rows: list[int]) -> None:
         """Go on with sequences ``rows``, in that order."""
@@ -119,4 +127,5 @@ class Eagle3Drafter:
             self._waiting = (tokens[chosen], aux[chosen])
         self._counts = [self._counts[row] for row in rows]
         self.committed = [self.committed[row] for row in rows]
-        self.cache.keep(rows)
+        for cache in self.caches:
+            cache.keep(rows)

@@ -93,7 +93,7 @@ def solved(verifier: Verifier, draft: Eagle3Draft) -> Tensor:
         text = torch.tensor([[*ids, *one.tokens]])
         rows, states = text.shape[1] - 1, verifier.states(text)
         share, fused = draft.share_of(text[:, 1:]), draft.fuse(states.aux[:, :-1])
-        output = draft(share, fused, torch.arange(rows)[None], DraftCache(rows))
+        output = draft(share, fused, torch.arange(rows)[None], [DraftCache(rows)])
         read.append(output.normed[0].double())
         wanted.append(verifier.logits_from(states.last)[0, 1:].double())
     x, y = torch.cat(read), torch.cat(wanted)

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from conf.schema import Feed, LossKind, StepWeights, Supervise, TTTSection
@@ -132,45 +132,65 @@ def over_heads(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return states / (states.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
+@dataclass
+class PlainLayer:
+    """One decoder layer of the twin, with the keys of the steps so far."""
+
+    layer: nn.Module
+    config: DraftConfig
+    keys: list[Tensor] = field(default_factory=list)  # by step: [T, Hkv, Dh]
+    values: list[Tensor] = field(default_factory=list)
+
+    def attended(self, read: Tensor, k: int) -> Tensor:
+        """All rows at step ``k`` over step-0 keys up to their own and their own of later steps."""
+        config, attention, rows = self.config, self.layer.self_attn, len(read)
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        query = attention.q_proj(read).view(rows, heads, width)
+        new = attention.k_proj(read).view(rows, kv_heads, width)
+        if config.qk_norm:
+            query = over_heads(query, attention.q_norm.weight, config.rms_norm_eps)
+            new = over_heads(new, attention.k_norm.weight, config.rms_norm_eps)
+        places = torch.arange(rows) + k
+        query = turn(query, places)
+        self.keys.append(turn(new, places))
+        self.values.append(attention.v_proj(read).view(rows, kv_heads, width))
+        repeat = heads // kv_heads
+        key = torch.cat(self.keys).repeat_interleave(repeat, 1)  # [(k+1) T, H, Dh]
+        value = torch.cat(self.values).repeat_interleave(repeat, 1)
+        causal = torch.ones(rows, rows, dtype=torch.bool).tril()
+        seen = torch.cat([causal, *[torch.eye(rows, dtype=torch.bool)] * k], 1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) / width**0.5
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return attention.o_proj(torch.einsum("hqk,khd->qhd", weights, value).flatten(1))
+
+    def through_mlp(self, residual: Tensor) -> Tensor:
+        inner, mlp = self.layer.post_attention_layernorm(residual), self.layer.mlp
+        gated = torch.nn.functional.silu(mlp.gate_proj(inner)) * mlp.up_proj(inner)
+        return residual + mlp.down_proj(gated)
+
+
 def plain_unroll(
     draft: Eagle3Draft, document: Document, depth: int, feed: Feed = Feed.data
 ) -> list[Tensor]:
     """K times [T, D]; token x[t+1+k] beyond the end is token 0."""
-    config, layer, rows = draft.config, draft.midlayer, len(document.ids)
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    config, rows = draft.config, len(document.ids)
     hidden = draft.fuse(document.aux)
     padded = torch.cat([document.ids, torch.zeros(depth + 1, dtype=torch.int64)])
-    keys, values, outputs = [], [], []
-    causal = torch.ones(rows, rows, dtype=torch.bool).tril()
-    diagonal = torch.eye(rows, dtype=torch.bool)
+    first, *later = [PlainLayer(layer, config) for layer in draft.stack]
+    outputs = []
     for k in range(depth):
         tokens = padded[1 + k : 1 + k + rows]
         if k and feed is Feed.own:
             ids = draft.d2t + torch.arange(len(draft.d2t))
             tokens = ids[(outputs[-1] @ draft.lm_head.weight.T).argmax(-1)]
-        embedded = layer.input_layernorm(draft.embed_tokens(tokens))
-        states = layer.hidden_norm(hidden)
-        both, places = torch.cat((embedded, states), -1), torch.arange(rows) + k
-        attention = layer.self_attn
-        query = attention.q_proj(both).view(rows, heads, width)
-        new = attention.k_proj(both).view(rows, kv_heads, width)
-        if config.qk_norm:
-            query = over_heads(query, attention.q_norm.weight, config.rms_norm_eps)
-            new = over_heads(new, attention.k_norm.weight, config.rms_norm_eps)
-        query = turn(query, places)
-        keys.append(turn(new, places))
-        values.append(attention.v_proj(both).view(rows, kv_heads, width))
-        repeat = heads // kv_heads
-        key = torch.cat(keys).repeat_interleave(repeat, 1)  # [(k+1) T, H, Dh]
-        value = torch.cat(values).repeat_interleave(repeat, 1)
-        seen = torch.cat([causal, *[diagonal] * k], 1)
-        scores = torch.einsum("qhd,khd->hqk", query, key) / width**0.5
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        mixed = torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
-        residual = (states if config.norm_before_residual else hidden) + attention.o_proj(mixed)
-        inner, mlp = layer.post_attention_layernorm(residual), layer.mlp
-        gated = torch.nn.functional.silu(mlp.gate_proj(inner)) * mlp.up_proj(inner)
-        output = residual + mlp.down_proj(gated)
+        embedded = draft.embed_tokens(tokens)
+        states = first.layer.hidden_norm(hidden)
+        both = torch.cat((first.layer.input_layernorm(embedded), states), -1)
+        residual = states if config.norm_before_residual else hidden
+        output = first.through_mlp(residual + first.attended(both, k))
+        for one in later:
+            read = one.layer.input_layernorm(output)
+            output = one.through_mlp(output + one.attended(read, k))
         normed = draft.norm(output)
         hidden = normed if config.norm_output else output
         outputs.append(normed)

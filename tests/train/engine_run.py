@@ -2,7 +2,8 @@
 
 argv: steps out_file job ...
 A job is stage:precision[:samples a pack[:samples a step,...[:other]]]; with other sizes than the
-usual ones it runs six steps, and with ``other`` it has qk_norm, own tokens and weights as reached.
+usual ones it runs six steps, and with ``other`` it has qk_norm, two layers, own tokens and weights
+as reached.
 """
 
 import json
@@ -123,6 +124,7 @@ def build(spec: Spec, ranks: RankInfo) -> "Job":
         max_positions=64, rope={"rope_type": "default", "rope_theta": 1e4},
         norm_before_residual=False, norm_before_fc=False, fc_norm=True, norm_output=False,
         qk_norm=spec.other,
+        layers=2 if spec.other else 1,
     )  # fmt: skip
     draft = Eagle3Draft(config)
     for parameter in draft.parameters():

@@ -103,8 +103,8 @@ def overfit(
     draft.eval().requires_grad_(False)
 
 
-@pytest.fixture(scope="module")
-def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def bench(request, tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     cache = tmp_path_factory.mktemp("cache")
     section = VerifierSection(path=str(tiny_verifier), dtype=Precision.float32)
     verifier = Verifier.load(section, cache, torch.device("cpu"), torch.float32)
@@ -117,7 +117,8 @@ def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Benc
     samples[2] = greedy_sample(verifier, asked[2])
     assert 2 < int(samples[2].sample.loss_mask.sum()) <= 18
     torch.manual_seed(0)
-    draft = Eagle3Draft(DraftConfig.of(DraftSection(vocab_size=FULL), verifier.facts))
+    options = DraftSection(vocab_size=FULL, layers=request.param)
+    draft = Eagle3Draft(DraftConfig.of(options, verifier.facts))
     ends = load_ends(section, cache, torch.float32)
     vocab = DraftVocab.from_counts(torch.ones(128, dtype=torch.int64), 128)
     draft.initialise(ends, vocab, HeadInit.verifier)

@@ -104,7 +104,7 @@ def test_misses_weigh_twice_and_hits_once(lab):
 def test_own_tokens_are_those_of_serving(chunk, lab, monkeypatch):
     """Step by step what ``unroll_own`` proposes, which tests/train/test_unroll.py compares with
     chained decoding; the tokens are chosen in chunks."""
-    draft, batch = lab.draft(qk_norm=True), lab.pack(lab.documents(MASKS), DEPTH)
+    draft, batch = lab.draft(qk_norm=True, layers=2), lab.pack(lab.documents(MASKS), DEPTH)
     proposed = unroll_own(draft, lab.through(lab.documents(MASKS), 1), CPU_FLASH, DEPTH)
     monkeypatch.setitem(loss_module.CHUNK_LOGITS, "cpu", chunk)
     different = 0
@@ -117,7 +117,7 @@ def test_own_tokens_are_those_of_serving(chunk, lab, monkeypatch):
 
 
 def test_recomputing_steps_of_own_tokens_changes_nothing(lab):
-    module = lab.module_of(lab.draft(), lab.recipe(DEPTH, feed=Feed.own))
+    module = lab.module_of(lab.draft(layers=2), lab.recipe(DEPTH, feed=Feed.own))
     batch = lab.pack(lab.documents(MASKS), DEPTH)
     kept = lab.step(module, batch)
     module.recompute = True
