@@ -10,6 +10,7 @@ EAGLE-2 (2406.16858) is the same head with a tree that follows its confidence.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_origin, get_type_hints
 
@@ -136,7 +137,8 @@ class FirstLayer(nn.Module):
 class Eagle1Draft(nn.Module):
     """Trainable parameters carry the names of EAGLE-1 files; the verifier's own are frozen copies.
 
-    It takes its steps as ``Eagle3Draft`` does: a token's share, the state, positions and a memory.
+    It takes its steps as ``Eagle3Draft`` does: a token's share, the state, positions and a memory
+    for each of its layers, which is one.
     """
 
     def __init__(self, config: Eagle1Config):
@@ -184,6 +186,11 @@ class Eagle1Draft(nn.Module):
         assert isinstance(layer, FirstLayer)
         return layer
 
+    @property
+    def stack(self) -> list[FirstLayer]:
+        """Its decoder layers, each with a memory."""
+        return [self.layer]
+
     def fuse(self, aux: Tensor) -> Tensor:
         """The stream after the verifier's last layer [..., D] -> its final state [..., D]."""
         return self.final_norm(aux)
@@ -199,21 +206,28 @@ class Eagle1Draft(nn.Module):
         width = self.config.hidden_size
         return share + F.linear(states.to(share.dtype), self.fc.weight[:, width:])
 
-    def remember(self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
-        """Give ``memory`` the keys of rows, and compute nothing else."""
+    def remember(
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memories: Sequence[Memory]
+    ) -> None:
+        """Give the memory the keys of rows, and compute nothing else."""
         attention = self.layer.self_attn
         rotation = attention.rotary.at(positions, share.dtype)
-        attention.remember(self.entered(share, hidden), rotation, memory)
+        attention.remember(self.entered(share, hidden), rotation, memories[0])
 
     def forward(
-        self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, known: bool = False
+        self,
+        share: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        memories: Sequence[Memory],
+        known: bool = False,
     ) -> DraftOutput:
         """One step: row t pairs x[t+1+k] with f[t] or the guess of it, and guesses the next one.
 
-        share [..., D] of the tokens, hidden [..., D], positions [...]; ``memory`` says which keys
+        share [..., D] of the tokens, hidden [..., D], positions [...]; the memory says which keys
         a row sees. ``known``: it has the rows' own keys from ``remember``.
         """
-        layer, entered = self.layer, self.entered(share, hidden)
+        layer, entered, memory = self.layer, self.entered(share, hidden), memories[0]
         rotation = layer.self_attn.rotary.at(positions, share.dtype)
         if not known:
             layer.self_attn.remember(entered, rotation, memory)

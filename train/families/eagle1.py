@@ -53,10 +53,10 @@ class FeatureRegression(nn.Module):
                 states = states + noise_of(batch, states)
             share = self.draft.share_of(shifted(batch.input_ids, 1))
             memory = TTTMemory(self.kernel)
-            self.draft.remember(share, states, batch.positions, memory)
+            self.draft.remember(share, states, batch.positions, [memory])
         memory = memory.following(step.runs, None)
         rows = share[step.rows], states[step.rows]
-        guesses = self.draft(*rows, step.positions, memory, known=True).hidden  # [R, D]
+        guesses = self.draft(*rows, step.positions, [memory], known=True).hidden  # [R, D]
         with part("loss"):
             # In the order of Chains.targets_of; with one step a target has one guess.
             emitted = guesses if step.emits is None else guesses[step.emits]
