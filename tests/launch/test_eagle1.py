@@ -118,7 +118,7 @@ def first_guess(case: Case) -> dict[str, Tensor]:
     shifted = torch.cat([torch.tensor([ids[1:]]), token[None]], 1)
     positions, memory = torch.arange(len(ids))[None], DraftCache(len(ids))
     pair = torch.cat([verifier.embedding[shifted[0]], states.last[0]], -1)
-    output = draft(draft.share_of(shifted), draft.fuse(states.aux), positions, memory)
+    output = draft(draft.share_of(shifted), draft.fuse(states.aux), positions, [memory])
     return {
         "input_ids": shifted[0],
         "positions": positions[0],
