@@ -18,6 +18,7 @@ from conf.choices import (
     LossKind,
     MissingStates,
     Normalise,
+    OptimKind,
     Precision,
     Stage,
     StateBackend,
@@ -161,6 +162,7 @@ class LossSection:
 
 @dataclass
 class OptimSection:
+    kind: OptimKind = OptimKind.adamw
     lr: float = 1e-4  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
