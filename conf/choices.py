@@ -117,6 +117,11 @@ class LossKind(Enum):
     mix = "mix"  # kl where draft and verifier differ, tv where they nearly agree
 
 
+class OptimKind(Enum):
+    adamw = "adamw"
+    muon = "muon"  # for the matrices inside the draft; AdamW for its head and its norms
+
+
 class Normalise(Enum):
     token = "token"  # every supervised token weighs the same
     sequence = "sequence"  # every sample weighs the same

@@ -18,6 +18,7 @@ from conf.choices import (
     LossKind,
     MissingStates,
     Normalise,
+    OptimKind,
     Phrases,
     Precision,
     Stage,
@@ -167,6 +168,7 @@ class LossSection:
 
 @dataclass
 class OptimSection:
+    kind: OptimKind = OptimKind.adamw
     lr: float = 1e-4  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8

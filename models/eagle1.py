@@ -186,11 +186,6 @@ class Eagle1Draft(nn.Module):
                 module.weight = nn.Parameter(weight, requires_grad=False)
 
     @property
-    def stack(self) -> list[FirstLayer]:
-        """Its layers, of which each has a memory."""
-        return [self.layer]
-
-    @property
     def layer(self) -> FirstLayer:
         layer = self.layers[0]
         assert isinstance(layer, FirstLayer)
