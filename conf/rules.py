@@ -102,6 +102,7 @@ ABOVE_ZERO = {
     "optim.eps": "1e-8",
     "optim.clip": "0.5",
     "optim.epochs": "2",
+    "optim.flops": "null",
     "regenerate.timeout": "600",
     "capture.tolerance": "null",
 }

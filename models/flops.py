@@ -108,64 +108,58 @@ def eagle3_flops(sizes: Sizes, counts: Counts) -> Flops:
     a chain row: the state's half of the query, from step 1 on of key and value, the rest of the
     layer, and the head where its guess carries loss. The teacher's head once a target.
 
-    A later layer reads D and not 2D. All rows of step 0 pass the layers before the last, whole,
-    because their outputs are the keys of the next one; the last layer is trimmed as a single one.
+    A later layer reads D and not 2D. All rows pass step 0 of the layers before the last, whole,
+    because its outputs are the keys of the next one; the last layer is trimmed as a single one.
     """
     width, chains = sizes.hidden, sum(counts.rows)
     later = sum(counts.rows[1:])
     fusing = WHOLE if sizes.states_normed else HALF
     products = counts.tokens * width * (fusing * sizes.aux * width + 2 * WHOLE * sizes.keys)
-    products += counts.fed * WHOLE * width * (sizes.queries + sizes.keys)
+    # With several layers step 0 reads no share of it, so one step alone gives it no gradient.
+    used = sizes.layers == 1 or len(counts.rows) > 1
+    products += counts.fed * (WHOLE if used else FORWARD) * width * (sizes.queries + sizes.keys)
     products += chains * (WHOLE * width * sizes.queries + sizes.answer_row)
     products += later * WHOLE * width * sizes.keys
     attention = sizes.pairs(sum(counts.pairs))
     if sizes.layers > 1:
-        below = sizes.layers - 1
+        lower = sizes.layers - 1  # their inputs: from 2D once, then from D
         whole_row = WHOLE * width * (sizes.queries + sizes.keys) + sizes.answer_row
-        others = counts.tokens - counts.rows[0]  # rows of step 0 that no chain asks
-        # The first layer of several is whole for all rows of step 0: the query's two halves too.
-        products += others * (2 * WHOLE * width * sizes.queries + sizes.answer_row)
-        products += (below - 1) * (others + chains) * whole_row  # layers between
-        products += counts.tokens * WHOLE * width * sizes.keys  # the last one's step-0 keys
-        products += chains * (WHOLE * width * sizes.queries + sizes.answer_row)
-        products += later * WHOLE * width * sizes.keys
-        unasked = counts.all_pairs - counts.pairs[0]
-        attention += below * sizes.pairs(sum(counts.pairs) + unasked)
+        everyone = counts.tokens + later  # the rows of step 0 are among all tokens
+        products += counts.tokens * (2 * WHOLE * width * sizes.queries + sizes.answer_row)
+        products += later * (WHOLE * width * sizes.queries + sizes.answer_row)
+        products += (lower - 1) * everyone * whole_row
+        products += everyone * WHOLE * width * sizes.keys  # into the last layer
+        attention += lower * sizes.pairs(counts.all_pairs + sum(counts.pairs[1:]))
     products += sum(counts.guesses) * sizes.head_row + counts.targets * sizes.teacher_row
     return Flops(products, attention)
 
 
 def eagle1_flops(sizes: Sizes, counts: Counts) -> Flops:
-    """One step: fuse [embedding ; state], decoder layers, and the frozen head over the vocabulary;
+    """One step: fuse [embedding ; state], one layer, and the frozen head over the vocabulary;
     ``counts`` at depth 1.
 
-    The fusing matrix reads frozen things alone. Layers before the last run for all rows; the last
-    one makes keys for all of them, the rest for the rows whose guess carries loss. The teacher's
-    logits once a target, over the same vocabulary.
+    The fusing matrix reads frozen things alone; its half of the state is computed for all rows, and
+    again for those that ask. The layer makes keys for all rows, the rest for those that ask. The
+    teacher's logits once a target, over the same vocabulary.
     """
     width, rows = sizes.hidden, counts.guesses[0]
-    products = counts.tokens * width * (HALF * 2 * width + WHOLE * sizes.keys)
+    products = (2 * counts.tokens + rows) * HALF * width * width
+    products += counts.tokens * WHOLE * width * sizes.keys
     products += rows * (WHOLE * width * sizes.queries + sizes.answer_row)
-    whole_row = WHOLE * width * (sizes.queries + sizes.keys) + sizes.answer_row
-    products += (sizes.layers - 1) * counts.tokens * whole_row
     products += rows * sizes.head_row + counts.targets * sizes.teacher_row
-    pairs = counts.pairs[0] + (sizes.layers - 1) * counts.all_pairs
-    return Flops(products, sizes.pairs(pairs))
+    return Flops(products, sizes.pairs(counts.pairs[0]))
 
 
 def medusa_flops(sizes: Sizes, counts: Counts) -> Flops:
     """Head k on the rows of step k: residual blocks [D, D], then a matrix onto the vocabulary.
 
-    The first block reads a frozen state, so its input needs no gradient; without a block the
-    vocabulary's matrix reads it.
+    The first block reads a frozen state, so its input needs no gradient. Each head makes its
+    targets' teacher anew.
     """
     square = sizes.hidden * sizes.hidden
-    blocks = HALF * square + (sizes.layers - 1) * WHOLE * square if sizes.layers else 0
-    head = (
-        sizes.head_row if sizes.layers else sizes.head_row - FORWARD * sizes.hidden * sizes.scored
-    )
-    products = sum(counts.guesses) * (blocks + head) + counts.targets * sizes.teacher_row
-    return Flops(products, 0)
+    blocks = HALF * square + (sizes.layers - 1) * WHOLE * square
+    each = blocks + sizes.head_row + sizes.teacher_row
+    return Flops(sum(counts.guesses) * each, 0)
 
 
 def model_flops(sizes: Sizes, counts: Counts) -> Flops:

@@ -39,12 +39,12 @@ def test_an_unroll_shares_what_the_tokens_add():
 
 def test_a_second_layer_needs_the_first_one_for_all_rows():
     one, two = (eagle3_flops(replace(SMALL, layers=n), SOME) for n in (1, 2))
-    below = 7 * (2 * QUERY + ANSWER)  # rows 0-4, 8 and 9 of step 0, which no chain asks
-    last = 10 * KEYS + 5 * (QUERY + ANSWER) + 2 * KEYS  # reads D, not 2 D
-    assert two.products - one.products == below + last
-    assert two.attention == one.attention + (55 - 21 + 34) * PAIR
+    first = 10 * (2 * QUERY + ANSWER) + 2 * (QUERY + ANSWER)  # both halves at step 0
+    last = (10 + 2) * KEYS  # reads D, not 2 D
+    assert two.products - one.products == first + last
+    assert two.attention == one.attention + (55 + 13) * PAIR
     three = eagle3_flops(replace(SMALL, layers=3), SOME)
-    assert three.products - two.products == (7 + 5) * (QUERY + KEYS + ANSWER)
+    assert three.products - two.products == (10 + 2) * (QUERY + KEYS + ANSWER)
 
 
 def test_what_is_frozen_costs_less():
@@ -56,13 +56,13 @@ def test_what_is_frozen_costs_less():
 
 def test_other_families():
     eagle1 = eagle1_flops(replace(SMALL, head_trained=False), SOME)
-    rows = 3 * (QUERY + ANSWER + HEAD * 2 // 3 + TEACHER)
+    rows = 3 * (4 * 16 + QUERY + ANSWER + HEAD * 2 // 3 + TEACHER)
     assert eagle1.products == 10 * (4 * 8 * 4 + KEYS) + rows
     assert eagle1.attention == 21 * PAIR
     medusa = medusa_flops(SMALL, SOME)
-    assert (medusa.products, medusa.attention) == (5 * (4 * 16 + HEAD) + 3 * TEACHER, 0)
-    plain = medusa_flops(replace(SMALL, layers=0), SOME)
-    assert plain.products == 5 * HEAD * 2 // 3 + 3 * TEACHER
+    assert (medusa.products, medusa.attention) == (5 * (4 * 16 + HEAD + TEACHER), 0)
+    deep = medusa_flops(replace(SMALL, layers=2), SOME)
+    assert deep.products - medusa.products == 5 * 6 * 16
     model = model_flops(replace(SMALL, layers=2, verifier=8), SOME)
     layers = 10 * 2 * (QUERY + KEYS + ANSWER)
     assert model.products == layers + 3 * HEAD + 3 * 2 * TEACHER
