@@ -84,6 +84,9 @@ AT_LEAST_ONE = {  # knob: a value that works
     "optim.micro_batch_tokens": "8192",
     "optim.max_steps": "null",
     "engine.threads": "null",
+    "plan.tokens": "1e9",
+    "plan.gpus": "8",
+    "plan.node_gpus": "8",
     "log.every": "10",
     "log.valid_every": "100",
     "log.save_every": "200",
@@ -105,6 +108,10 @@ ABOVE_ZERO = {
     "optim.flops": "null",
     "regenerate.timeout": "600",
     "capture.tolerance": "null",
+    "plan.tokens": "1e9",
+    "plan.price": "null",
+    "plan.read_gbs": "4",
+    "plan.disk_tb": "null",
 }
 
 
@@ -119,6 +126,9 @@ def positive_numbers(cfg: RunConfig) -> Iterator[str]:
             yield f"{knob}={value}: must be at least 1; try {knob}={remedy}"
     if cfg.data.max_length < 4:
         yield f"data.max_length={cfg.data.max_length}: must be at least 4; try data.max_length=2048"
+    if cfg.plan.sample_tokens < 4:
+        got = f"plan.sample_tokens={cfg.plan.sample_tokens}"
+        yield f"{got}: must be at least 4; try plan.sample_tokens=1024"
     for knob, remedy in ABOVE_ZERO.items():
         value = value_of(cfg, knob)
         if value is not None and not 0 < value < float("inf"):
@@ -130,6 +140,9 @@ def shares(cfg: RunConfig) -> Iterator[str]:
         "ttt.decay": (cfg.ttt.decay, 1.0, 0.8),
         "data.valid_share": (cfg.data.valid_share, 0.5, 0.05),
         "regenerate.top_p": (cfg.regenerate.top_p, 1.0, 0.95),
+        "plan.supervised_share": (cfg.plan.supervised_share, 1.0, 0.5),
+        "plan.train_mfu": (cfg.plan.train_mfu, 1.0, 0.4),
+        "plan.forward_mfu": (cfg.plan.forward_mfu, 1.0, 0.5),
     }
     for knob, (value, top, remedy) in bounds.items():
         if not 0 < value <= top:
