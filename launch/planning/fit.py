@@ -7,7 +7,7 @@ import torch
 
 from conf.schema import CaptureMode, ConfigError, RunConfig, StateBackend, StateDtype
 from launch.planning.memory import Parts, capture_memory, training_memory
-from launch.planning.question import Question, cache_bytes, stored_dtype
+from launch.planning.question import Question, cache_bytes
 
 TB = 1e12
 
@@ -30,7 +30,7 @@ def packs(asked: Question) -> Iterator[str]:
 
 def disk(asked: Question) -> Iterator[str]:
     there = asked.cfg.plan.disk_tb
-    need = cache_bytes(asked, stored_dtype(asked)) / TB
+    need = asked.stored_bytes / TB
     if there is None or need <= there or asked.cfg.capture.mode is CaptureMode.online:
         return
     small = StateDtype.fp8

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from launch.planning.hardware import GB
 from launch.planning.question import (
     Question,
-    cache_bytes,
     forward_flops,
-    stored_dtype,
     training_flops,
 )
 
@@ -38,7 +36,7 @@ def disk_hours(asked: Question) -> float:
     """Bytes of the cache / (plan.read_gbs of each machine x machines that the GPUs fill)."""
     machines = -(-asked.gpus // asked.cfg.plan.node_gpus)
     rate = asked.cfg.plan.read_gbs * GB * machines
-    return cache_bytes(asked, stored_dtype(asked)) / rate / HOUR
+    return asked.stored_bytes / rate / HOUR
 
 
 def capture_hours(asked: Question) -> Hours:
@@ -96,4 +94,4 @@ def break_even(asked: Question) -> float | None:
 def needed_read_gbs(asked: Question) -> float:
     """Gigabytes a second, over all machines, at which training never waits for the cache."""
     epoch = epoch_hours(asked)
-    return cache_bytes(asked, stored_dtype(asked)) / ((epoch.compute + epoch.links) * HOUR) / GB
+    return asked.stored_bytes / ((epoch.compute + epoch.links) * HOUR) / GB

@@ -1,12 +1,15 @@
 """The memory of a plan: what one GPU holds while it captures and while it trains."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from conf.schema import Precision, StateBackend
+from data.loader import AHEAD
+from data.shard_plan import MIN_SHARDS
 from launch.planning.question import Question
 from train.loss import CHUNK_LOGITS
 
 STREAM = 4  # bytes of the residual stream, the optimizer's numbers and softmax: fp32
+MIB = 1 << 20
 BUCKET = 5e8  # elements; DeepSpeed's reduce_bucket_size unless engine.deepspeed has another
 
 
@@ -34,8 +37,10 @@ def capture_memory(asked: Question) -> Parts:
     capture.tensor_parallel, of which embedding, norm and head stay whole; with
     capture.backend=layers one decoder layer beside these. States: batch_tokens rows of A streams
     as hooked, their concatenation, and the packed copy with its rounded twin; the last state
-    likewise. Work: what one layer computes, residual and its norm, query, keys, values, output
-    (3*D + 2*Q) and three products of the MLP (3*I); then, these gone, blocks of logits.
+    likewise. On a CPU also two shards, one filled and one written, of the size that
+    data/shard_plan.py gives them. Work: what one layer computes, residual and its norm, query,
+    keys, values, output (3*D + 2*Q) and three products of the MLP (3*I); then, these gone, the
+    copies of the states.
     """
     cfg, verifier = asked.cfg, asked.verifier
     width = 2 if cfg.verifier.dtype is Precision.bfloat16 else 4
@@ -49,9 +54,12 @@ def capture_memory(asked: Question) -> Parts:
     inner = 3 * verifier.width + 2 * verifier.queries + 3 * verifier.mlp
     share = asked.sample.asking / asked.sample.tokens
     packed = aux + share * verifier.width
+    host = 0.0
+    if asked.device == "cpu":
+        host = 2 * min(cfg.capture.shard_mib * MIB, asked.stored_bytes / MIN_SHARDS)
     return Parts(
         weights=width * (layers + verifier.outside),
-        states=rows * width * aux,
+        states=rows * width * aux + host,
         work=rows * width * max(inner, aux + verifier.width + 2 * packed),
     )
 
@@ -63,8 +71,9 @@ def training_memory(asked: Question, stage: int, recompute: bool | None = None) 
     them once, after the last pack (stage 3 frees them with its weights: a W-th). Optimizer: fp32
     copy and two moments, 12*P, from stage 1 on a W-th; plain fp32 training at stage 0 has no copy:
     8*P. Frozen: embedding [V, D] and teacher [Vd, D]. States: aux [T, A*D] and last of rows that
-    ask. Kept: see ``kept_bytes``. Work: the loss's blocks, or the fp32 gradient of a rank's share
-    with the bucket in which DeepSpeed reduces it, whichever is more.
+    ask; on a CPU also the packs that the loader read ahead. Kept: see ``kept_bytes``. Work: the
+    loss's blocks, or the fp32 gradient of a rank's share with the bucket in which DeepSpeed
+    reduces it, whichever is more.
     """
     cfg, draft, ranks = asked.cfg, asked.draft, asked.gpus
     width, count = asked.weight_bytes, draft.trainable
@@ -74,6 +83,10 @@ def training_memory(asked: Question, stage: int, recompute: bool | None = None) 
     sample, rows = asked.sample, asked.pack_samples
     aux = draft.sizes.aux * draft.sizes.hidden
     states = rows * (sample.tokens * aux + sample.asking * draft.sizes.hidden)
+    host = 0.0
+    if asked.device == "cpu":
+        a_step = asked.stored_bytes / asked.epoch_steps
+        host = min(asked.stored_bytes, (AHEAD + 1) * a_step / ranks)
     bucket = min(BUCKET, 1.0 * count) * width if ranks > 1 else 0.0
     again = cfg.engine.recompute if recompute is None else recompute
     return Parts(
@@ -81,7 +94,7 @@ def training_memory(asked: Question, stage: int, recompute: bool | None = None) 
         frozen=width * draft.frozen,
         gradients=width * count * whole,
         optimizer=moments * count * share,
-        states=width * states,
+        states=width * states + host,
         kept=kept_bytes(asked, again),
         work=max(loss_bytes(asked), STREAM * count * share + bucket),
     )
@@ -124,3 +137,14 @@ def loss_bytes(asked: Question) -> float:
     logits = block * (2 * STREAM + w * (w < STREAM)) + 2 * STREAM * targets
     head = STREAM * sizes.scored * sizes.hidden * sizes.head_trained
     return guesses * w * sizes.hidden + logits + head
+
+
+def online_memory(asked: Question) -> float:
+    """With capture.mode=online every GPU holds a whole verifier beside what training holds."""
+    together = replace(asked.cfg.capture, tensor_parallel=False, backend=StateBackend.transformers)
+    whole = replace(asked, cfg=replace(asked.cfg, capture=together))
+    return capture_memory(whole).total + training_memory(asked, asked.cfg.engine.zero_stage).total
+
+
+def online_fits(asked: Question) -> bool:
+    return online_memory(asked) <= asked.hardware.usable

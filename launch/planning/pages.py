@@ -12,7 +12,13 @@ from launch.planning.hours import (
     needed_read_gbs,
     online_hours,
 )
-from launch.planning.memory import Parts, capture_memory, training_memory
+from launch.planning.memory import (
+    Parts,
+    capture_memory,
+    online_fits,
+    online_memory,
+    training_memory,
+)
 from launch.planning.question import (
     Question,
     cache_bytes,
@@ -86,7 +92,7 @@ def cache_table(asked: Question) -> list[str]:
     rows: list[Row] = []
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
         size = cache_bytes(asked, dtype)
-        share = size / cache_bytes(asked, getattr(torch, asked.cfg.capture.dtype.value))
+        share = size / asked.stored_bytes
         a_token = size / asked.cfg.plan.tokens / 1024
         rate = f"{share * needed_read_gbs(asked):.2f} GB/s"
         rows.append((name, f"{size / TB:.3g} TB", f"{a_token:.2f}", rate))
@@ -118,5 +124,10 @@ def choice(asked: Question) -> list[str]:
     cached = capture_hours(asked).total + epochs * epoch_hours(asked).total
     word = "a cache never takes less time than capture.mode=online"
     if passes is not None:
-        word = f"a cache takes less time than capture.mode=online from {passes:.2g} epochs on"
+        word = f"a cache takes less time than capture.mode=online from {passes:.2f} epochs on"
+    if not online_fits(asked):
+        word = (
+            f"capture.mode=online takes {online_memory(asked) / GB:.1f} GB on a GPU, as each holds "
+            f"a whole verifier, and does not fit; if it did, {word}"
+        )
     return [f"{word}; for {epochs:g}: {cached:.2f} hours with a cache, {online:.2f} without"]

@@ -57,7 +57,7 @@ class Question:
     draft: DraftCost
     sample: Sample
     hardware: Hardware
-    device: str = "cuda"
+    device: str = "cuda"  # or cpu, whose memory also holds what a GPU's machine does
 
     @classmethod
     def of(cls, cfg: RunConfig, cache: Path) -> "Question":
@@ -85,6 +85,11 @@ class Question:
     @property
     def samples(self) -> float:
         return self.cfg.plan.tokens / self.sample.tokens
+
+    @property
+    def stored_bytes(self) -> float:
+        """Of the cache in capture.dtype."""
+        return cache_bytes(self, stored_dtype(self))
 
     @property
     def weight_bytes(self) -> int:

@@ -23,8 +23,8 @@ from launch.planning.hours import (
     needed_read_gbs,
     online_hours,
 )
-from launch.planning.memory import capture_memory, training_memory
-from launch.planning.question import Question, cache_bytes, stored_dtype
+from launch.planning.memory import capture_memory, online_fits, training_memory
+from launch.planning.question import Question
 
 RECIPE = ["draft=eagle3", "ttt=default", "optim=default", "plan.tokens=1e9"]
 SCALED = ("llama3_1_8b", "llama3_3_70b")
@@ -87,17 +87,17 @@ def shipped(every: list[Question]) -> str:
     )  # fmt: skip
     rows: list[Row] = []
     for asked in every:
-        size = cache_bytes(asked, stored_dtype(asked))
+        size = asked.stored_bytes
         small = in_fp8(asked)
         rows.append((
             asked.cfg.verifier.path.rpartition("/")[2],
             f"{asked.verifier.parameters / 1e9:.3g} B",
             f"{asked.draft.trainable / 1e6:.1f} M",
-            f"{capture_memory(asked).total / GB:.1f}",
+            capture_cell(asked),
             f"{training_memory(asked, asked.cfg.engine.zero_stage).total / GB:.1f}",
             f"{size / asked.cfg.plan.tokens / 1024:.2f}",
             f"{size / TB:.3g}",
-            f"{cache_bytes(small, stored_dtype(small)) / TB:.3g}",
+            f"{small.stored_bytes / TB:.3g}",
             f"{needed_read_gbs(asked):.2f}",
             f"{capture_hours(asked).total:.2f}",
             f"{epoch_hours(asked).total:.2f}",
@@ -107,11 +107,21 @@ def shipped(every: list[Question]) -> str:
     return f"{words}\n\n{table(head, rows)}"
 
 
+def capture_cell(asked: Question) -> str:
+    """GB of a GPU; where that is too much, also with the verifier split over all of them."""
+    alone = f"{capture_memory(asked).total / GB:.1f}"
+    if capture_memory(asked).total <= asked.hardware.usable:
+        return alone
+    capture = replace(asked.cfg.capture, tensor_parallel=True)
+    split = replace(asked, cfg=replace(asked.cfg, capture=capture))
+    return f"{alone}; {capture_memory(split).total / GB:.1f} with capture.tensor_parallel"
+
+
 def scale(asked: Question) -> str:
     """One row a number of GPUs; in brackets what binds."""
     head = (
         "GPUs", "capture, h", "epoch: compute", "disk, bf16", "links", "epoch bf16, h",
-        "epoch fp8, h", "epoch online, h", "cache pays from",
+        "epoch fp8, h", "epoch online, h", "fp8 cache pays from",
     )  # fmt: skip
     rows: list[Row] = []
     for count in GPUS:
@@ -126,8 +136,8 @@ def scale(asked: Question) -> str:
             f"{epoch.links:.2g}",
             bound(epoch),
             bound(epoch_hours(small)),
-            f"{online_hours(here):.3g}",
-            "never" if passes is None else f"{passes:.2g} epochs in fp8",
+            f"{online_hours(here):.3g}" if online_fits(here) else "does not fit",
+            "never" if passes is None else f"{passes:.2f} epochs",
         ))  # fmt: skip
     return table(head, rows)
 
