@@ -19,6 +19,7 @@ from launch.planning.memory import capture_memory, training_memory
 from launch.planning.question import Question
 from launch.planning.trial import CONFIG, Taken
 from launch.planning.verifiers import verifier_sizes
+from models.bundled import resolve
 
 LARGEST = 1e9  # parameters of a verifier that this machine is asked to run; else the demo's
 # What both stages reach of the machine's own matrix product on one CPU thread, in float32.
@@ -71,7 +72,12 @@ def check(cfg: RunConfig) -> list[Bar]:
     small = small_job(cfg)
     asked = replace(Question.of(small, cache_dir(small)), device="cpu")
     with taken_place(cfg) as folder:
-        at_work = replace(small, run=replace(small.run, cache=str(folder / "cache")))
+        there = resolve(small.verifier.path, cache_dir(cfg)).resolve()  # a wheel is converted once
+        at_work = replace(
+            small,
+            run=replace(small.run, cache=str(folder / "cache")),
+            verifier=replace(small.verifier, path=str(there)),
+        )
         write_atomically(folder / CONFIG, to_yaml(at_work))
         return [*bars_of_capture(asked, run("capture", folder)), *bars_of_training(
             asked, run("train", folder)
@@ -91,10 +97,7 @@ def small_job(cfg: RunConfig) -> RunConfig:
 
 @contextmanager
 def taken_place(cfg: RunConfig) -> Iterator[Path]:
-    """A folder beside the cache, for it is that disk which is asked; gone afterwards.
-
-    A verifier that was converted stays where it is: its path is made absolute.
-    """
+    """A folder on the cache's disk, gone afterwards."""
     cache_dir(cfg).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="plan-", dir=cache_dir(cfg)) as name:
         yield Path(name)
