@@ -83,6 +83,12 @@ class DraftFamily(Enum):
     ngram = "ngram"  # no weights: phrases of the context, and a table of the training answers
 
 
+class Phrases(Enum):
+    context = "context"  # those of the sequence itself: prompt lookup
+    table = "table"  # those of the training answers
+    both = "both"  # the longer phrase, of equally long ones that of the sequence
+
+
 class HeadInit(Enum):
     verifier = "verifier"  # start from the verifier's rows, then train
     frozen = "frozen"  # the verifier's rows, never trained
@@ -127,6 +133,9 @@ class EvalRule(Enum):
     auto = "auto"  # greedy at temperature 0; else rejection, or argmax_draft for a dynamic tree
     argmax_draft = "argmax_draft"  # the draft's likeliest tokens, with their target probability
     rejection = "rejection"  # draws of the draft, by the ratio of the probabilities
+    # Medusa's, LOSSY: the likeliest tokens, where the verifier finds them likely enough; the text
+    # is then not the verifier's. auto never takes it.
+    typical = "typical"
 
 
 class Benchmark(Enum):

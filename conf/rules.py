@@ -6,12 +6,17 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
+from conf.draft_rules import decoder_layers, draft
+from conf.eagle1_rules import eagle1
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
+from conf.family_rules import families
+from conf.medusa_rules import medusa
+from conf.model_rules import model
+from conf.recipe_rules import recipe
 from conf.schema import (
     FULL,
     AnswerBackend,
     ConfigError,
-    HeadInit,
     RunConfig,
     Stage,
 )
@@ -47,7 +52,14 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         shares,
         choices,
         data_and_vocabulary,
+        draft,
+        decoder_layers,
         combinations,
+        recipe,
+        families,
+        eagle1,
+        medusa,
+        model,
         answers,
         evaluation,
     ):
@@ -230,16 +242,6 @@ RESERVED = {  # what Eyrie itself tells the template
 
 
 def combinations(cfg: RunConfig) -> Iterator[str]:
-    if cfg.draft.fc_norm and cfg.draft.norm_before_fc:
-        yield (
-            "draft.norm_before_fc=true: excludes draft.fc_norm=true, engines read one of the two; "
-            "set one of them to false"
-        )
-    if cfg.draft.init is not None and cfg.draft.head_init is HeadInit.random:
-        yield (
-            "draft.head_init=random: draft.init brings the head's rows; take "
-            "draft.head_init=verifier, which begins with those, or draft.init=null"
-        )
     if taken := RESERVED & set(cfg.data.template_kwargs):
         yield (
             f"data.template_kwargs.{min(taken)}: Eyrie sets it; remove it and give the template's "

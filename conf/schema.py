@@ -19,6 +19,7 @@ from conf.choices import (
     LossKind,
     MissingStates,
     Normalise,
+    Phrases,
     Precision,
     Stage,
     StateBackend,
@@ -34,6 +35,7 @@ HUB = "hub:"  # opens the name of a hub data set among paths
 
 
 FULL = "full"  # of draft.vocab_size: the head scores every token of the verifier
+MOST_LAYERS = 16  # of a draft: it runs once a guess, a deeper one is a verifier of its own
 
 
 class ConfigError(ValueError):
@@ -58,7 +60,8 @@ class VerifierSection:
     path: str = MISSING  # local directory, hub name, or wheel:<distribution>==<version>
     dtype: Precision = Precision.bfloat16  # precision of regenerate and capture
     attention: Attention = Attention.sdpa  # the library's attention implementation
-    aux_layers: list[int] | None = None  # streams after n decoder layers; null: [2, L//2, L-3]
+    # Streams after n decoder layers, -1 after the last; null: [2, L//2, L-3]
+    aux_layers: list[int] | None = None
     trust_remote_code: bool = False  # run Python code that ships with the weights
 
 
@@ -71,7 +74,8 @@ class DraftSection:
     # published; null: a new one. Its own rows begin the head, but for head_init=frozen.
     init: str | None = None
     layers: int = 1  # decoder layers; of medusa: residual blocks a head
-    layer_init: LayerInit = LayerInit.random  # what the decoder layer starts from
+    layer_init: LayerInit = LayerInit.random  # what the decoder layers start from
+    width: int | None = None  # of model without init; null: a quarter of the verifier's
     intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's
     norm_before_residual: bool = False  # layer-0 residual is the normed state
@@ -79,6 +83,8 @@ class DraftSection:
     fc_norm: bool = False  # one RMSNorm an aux state
     norm_output: bool = False  # feed back the state after the final norm (EAGLE-3.1)
     qk_norm: bool = False  # one RMSNorm over each head of query and key before RoPE (Qwen3)
+    phrases: Phrases = Phrases.both  # of ngram: where phrases are looked up
+    order: int = 4  # of ngram: tokens of the longest phrase, the guessed one included
 
 
 @dataclass

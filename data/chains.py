@@ -46,6 +46,7 @@ class Chains:
     roots: Tensor  # [B] guesses at depth 0 of each document, by which losses are normalised
     ends: list[int]  # [M+1] where the guesses of each target begin and end
     counts: list[int]  # [K] guesses by step
+    whole: Runs  # of all packed rows
 
     @classmethod
     def of(cls, loss_mask: Tensor, starts: Tensor, depth: int, rule: Supervise) -> "Chains":
@@ -88,12 +89,13 @@ class Chains:
             roots=torch.bincount(documents[places[depths == 0]], minlength=len(starts) - 1),
             ends=[0, *sizes.cumsum(0).tolist()],
             counts=counts,
+            whole=Runs.of(torch.arange(needed.shape[1]), starts),
         )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Chains":
         """The same with ``move`` applied to every tensor."""
         steps = [replace(with_moved(s, move), runs=s.runs.moved(move)) for s in self.steps]
-        return replace(with_moved(self, move), steps=steps)
+        return replace(with_moved(self, move), steps=steps, whole=self.whole.moved(move))
 
 
 def asking_rows(loss_mask: Tensor, starts: Tensor) -> Tensor:

@@ -128,6 +128,11 @@ class TrainLoader:
         mine = packs[self.own]
         laps = -(-len(packs) // self.ranks.world_size)
         batches = [self.batch(pack) for pack in mine + [[]] * (laps - len(mine))]
+        places = range(self.ranks.rank, laps * self.ranks.world_size, self.ranks.world_size)
+        batches = [
+            replace(batch, draw=seed_of(self.seed, "draw", step, place))
+            for batch, place in zip(batches, places, strict=True)
+        ]
         if torch.cuda.is_initialized():  # a copy from pinned memory overlaps with computation
             batches = [moved_batch(batch, Tensor.pin_memory) for batch in batches]
         return StepWindow(batches)
@@ -174,7 +179,12 @@ class TrainLoader:
 
 def generator_of(*parts: object) -> torch.Generator:
     """Random numbers that depend on ``parts`` alone."""
-    return torch.Generator().manual_seed(int(fingerprint(*parts), 16))
+    return torch.Generator().manual_seed(seed_of(*parts))
+
+
+def seed_of(*parts: object) -> int:
+    """For a generator: a number that depends on ``parts`` alone."""
+    return int(fingerprint(*parts), 16)
 
 
 def batch_of(pack: CachedPack, chains: Chains) -> TTTBatch:

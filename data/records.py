@@ -208,6 +208,7 @@ class TTTBatch:
     asking: Tensor | None = None  # [T] number of a row that asks among the L; None: all T do
     aux_scales: Tensor | None = None  # [T, A] fp32, of fp8 alone
     last_scales: Tensor | None = None  # [L, 1] fp32, of fp8 alone
+    draw: int = 0  # seeds what a step draws: of run.seed, the step and the pack, not of the rank
 
 
 @dataclass(frozen=True)

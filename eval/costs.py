@@ -15,13 +15,15 @@ from conf.runtime import progress
 from conf.shapes import MAX_NODES, Shape, chain
 from eval.batch import choose as choose_token
 from eval.decode import DecodeSettings
+from eval.drafters.choose import drafter_for
 from eval.propose import Proposal, choose
-from eval.sides import DraftDecoder, TargetDecoder
+from eval.sides import TargetDecoder
 from eval.speed_report import CostTable, SpeedAtBatch
 from eval.timed import Question
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.sampling import OwnDice
 from models.steps import Steps, now
+from models.verifier import Verifier
 
 VERIFIED = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # tokens a sequence
 LEVELS = (1, 2, 4, 8, 16)  # nodes a sequence
@@ -33,7 +35,7 @@ BRANCHING = 2  # children of a node of a level with more than one
 
 def measure_costs(
     steps: Steps,
-    draft: Eagle3Draft,
+    draft: Draft,
     groups: Sequence[Sequence[Question]],
     at: SpeedAtBatch,
     settings: DecodeSettings,
@@ -48,8 +50,7 @@ def measure_costs(
     answer = at.baselines.tokens / at.baselines.prompts
     lengths = [len(one.ids) for group in groups for one in group]
     rows = max(1, round(median(one.tau for one in at.shapes.values())))
-    most = max(one.nodes for one in shapes) + 1
-    limit = min(verifier.facts.max_positions, draft.config.max_positions) - max(most, *LEVELS) - 1
+    limit = last_start(verifier, draft, shapes)
     context = max(rows + 1, min(round(median(lengths) + answer / 2), limit))
     bench = StepBench(steps, draft, text_of(groups, context), rows, settings)
     room = verifier.facts.max_positions - context
@@ -71,6 +72,13 @@ def measure_costs(
         draft_next={n: share[f"level {n}"] for n in fed},
         rest=0.0,
     )
+
+
+def last_start(verifier: Verifier, draft: Draft, shapes: Sequence[Shape]) -> int:
+    """The longest text after which every step still has the positions it takes."""
+    most = max(one.nodes for one in shapes) + 1
+    last = drafter_for(draft, 1, 1, verifier.device).last_position
+    return min(verifier.facts.max_positions, last + 1) - max(most, *LEVELS) - 1
 
 
 def sizes(usual: Sequence[int], needed: Sequence[int], most: int) -> list[int]:
@@ -112,7 +120,7 @@ class StepBench:
     def __init__(
         self,
         steps: Steps,
-        draft: Eagle3Draft,
+        draft: Draft,
         texts: list[list[int]],
         rows: int,
         settings: DecodeSettings,
@@ -124,16 +132,14 @@ class StepBench:
         room = length + MAX_NODES + 1
         self.ids = torch.tensor(texts, device=self.device)
         self.target = TargetDecoder(steps, batch, room)
-        self.draft = DraftDecoder(draft, batch, room, self.device)
+        self.draft = drafter_for(draft, batch, room, self.device)
         self.dice = OwnDice(range(batch), self.device)
         self.rows = rows
         with torch.inference_mode():
             logits = self.target.prefill(self.ids, [length] * batch)
             self.target.root = logits.argmax(-1)[:, None]
-            aux, known = self.target.states.aux, length - rows
-            self.draft.remember(self.ids[:, 1 : known + 1], aux[:, :known], [known] * batch)
-        self.waiting = torch.cat([self.ids[:, known + 1 :], self.target.root], 1), aux[:, known:]
-        self.committed = list(self.draft.committed)
+        self.states = self.target.states  # of the whole text
+        self.rewind()
 
     def plain(self) -> float:
         """A plain decoding step up to the tokens on the host."""
@@ -180,10 +186,14 @@ class StepBench:
         choose(logits, children, plan, self.dice)
 
     def rewind(self) -> None:
-        """The draft as it is before a round."""
-        tokens, aux = self.waiting
-        self.draft.committed = list(self.committed)
-        self.draft.feed(tokens, aux, [self.rows] * len(tokens))
+        """The draft as it is before a round, with ``rows`` rows to take up."""
+        batch, known = len(self.ids), self.ids.shape[1] - self.rows
+        text = torch.cat([self.ids, self.target.root], 1)
+        with torch.inference_mode():
+            before = text[:, :known], self.states[:, :known], text[:, known : known + 1]
+            self.draft.begin(*before, [known] * batch)
+            self.draft.start()
+            self.draft.feed(text[:, known + 1 :], self.states[:, known:], [self.rows] * batch)
 
     def filled(self, width: int) -> Tensor:
         """[B, width] some of the texts' tokens."""

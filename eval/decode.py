@@ -14,16 +14,16 @@ from torch import Tensor
 from conf.schema import ConfigError
 from conf.shapes import Shape
 from eval.batch import Batch, choose
+from eval.drafters.choose import check_pair, drafter_for
 from eval.generation import Decoded, Generation, Times
 from eval.output import Ends, StopStrings
 from eval.propose import Proposal, propose
 from eval.round_log import Guesses, RoundLog
 from eval.round_plan import RoundPlan
 from eval.rounds import Outcome, judge_proposal
-from eval.sides import DraftDecoder, check_pair
 from eval.verify import AcceptRule, Verdict
 from models.branches import Branches
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.sampling import OwnDice, Sampling
 from models.steps import Steps, now
 from models.verifier import Verifier
@@ -60,7 +60,7 @@ class DecodeSettings:
 @torch.inference_mode()
 def decode(
     verifier: Verifier,
-    draft: Eagle3Draft | None,
+    draft: Draft | None,
     prompts: Sequence[list[int]],
     settings: DecodeSettings,
     seeds: Sequence[int] | None = None,
@@ -106,18 +106,16 @@ def decoded(batch: Batch, logs: Sequence[RoundLog], times: Times) -> Decoded:
 class Speculation:
     """A batch on its way by rounds: the draft guesses, the verifier judges."""
 
-    def __init__(
-        self, batch: Batch, draft: Eagle3Draft, settings: DecodeSettings, seeds: Sequence[int]
-    ):
+    def __init__(self, batch: Batch, draft: Draft, settings: DecodeSettings, seeds: Sequence[int]):
         assert settings.shape is not None
         self.batch, self.settings = batch, settings
         self.plan, self.shape = settings.plan, settings.shape
         self.target = batch.target
         # A dynamic tree runs the draft on more nodes than it keeps, where it is deep and small.
         rows = batch.capacity + max(0, sum(self.shape.fed) - self.shape.nodes)
-        self.draft = DraftDecoder(draft, len(seeds), rows, batch.device)
+        self.draft = drafter_for(draft, len(seeds), rows, batch.device)
+        self.draft.refuse(self.shape)
         self.last_position = batch.target.verifier.facts.max_positions - 1
-        self.last_draft_position = draft.config.max_positions - 1
         self.logs = [RoundLog() for _ in seeds]
         self.dice = OwnDice(seeds, batch.device)
         # Of steps without guesses, apart: how many numbers a round takes depends on its shape, and
@@ -139,23 +137,18 @@ class Speculation:
         batch.prefill(self.settings.sampling, self.dice)
         if any(self.rooms()):
             lengths = [len(ids) for ids in batch.prompts]
-            prompts, aux = batch.padded(), self.target.states.aux
-            if max(lengths) > 1:
-                self.draft.remember(prompts[:, 1:], aux[:, :-1], [n - 1 for n in lengths])
-            rows = torch.arange(len(lengths), device=batch.device)
-            ends = torch.tensor(lengths, device=batch.device) - 1
-            self.draft.feed(self.target.root, aux[rows, ends][:, None], [1] * len(lengths))
+            self.draft.begin(batch.padded(), self.target.states, self.target.root, lengths)
         self.leave()
 
     def rooms(self) -> list[int]:
         """How many levels of guesses may stand in each sequence, by the position limits.
 
-        With the root at L the verifier is fed up to L+N, the draft up to L-1+N-1.
+        With the root at L the verifier is fed up to L+N, a draft with a row a token up to L-1+N-1.
         """
         roots = [output.length - 1 for output in self.batch.running]
         most = self.shape.depth
         return [
-            max(0, min(most, self.last_position - root, self.last_draft_position - root + 2))
+            max(0, min(most, self.last_position - root, self.draft.last_position - root + 2))
             for root in roots
         ]
 
@@ -182,9 +175,10 @@ class Speculation:
         batch.emit(emitted)
         accepted = [len(tokens) - 1 for tokens in emitted]
         verdict = outcome.verdict
-        aux = self.target.commit(verdict.path, accepted, self.shape.is_chain)
+        states = self.target.commit(verdict.path, accepted, self.shape.is_chain)
         self.target.root = verdict.token[:, None]
-        self.draft.feed(committed(proposal, verdict, max(accepted)), aux, [n + 1 for n in accepted])
+        tokens = committed(proposal, verdict, max(accepted))
+        self.draft.feed(tokens, states, [n + 1 for n in accepted])
 
     def judge(self, proposal: Proposal, rooms: list[int]) -> Outcome:
         """The verifier over roots and guesses, and what stands of them."""

@@ -7,8 +7,8 @@ from conf.runtime import cache_dir
 from conf.schema import ConfigError, RunConfig, VerifierSection
 from data.manifest import Manifest, manifest_file, read_manifest
 from models.bundled import SCHEME, known_wheel, resolve
-from models.draft_file import CONFIG
-from models.eagle3 import DraftConfig
+from models.draft_file import CONFIG, read_config
+from models.drafts import AnyConfig
 from models.export.check_verifier import learnt_weights
 from models.token_strings import refuse_other_tokens
 from models.verifier import load_tokenizer, weights_fingerprint
@@ -71,13 +71,14 @@ def trained_weights(cfg: RunConfig) -> set[str]:
 
 def is_of(manifest: Manifest, cfg: RunConfig) -> bool:
     layers = cfg.verifier.aux_layers
-    return manifest.verifier_path == cfg.verifier.path and layers in (None, manifest.aux_layers)
+    counted = layers is None or min(layers) < 0  # by the number of layers, which is not known here
+    same = counted or layers == manifest.aux_layers
+    return manifest.verifier_path == cfg.verifier.path and same
 
 
-def head_config(head: Path) -> DraftConfig | None:
-    """Of the head in ``head``; None where there is none."""
-    file = head / CONFIG
-    return DraftConfig.from_json(file.read_text("utf-8")) if file.is_file() else None
+def head_config(head: Path) -> AnyConfig | None:
+    """Of the draft in ``head``; None where there is none."""
+    return read_config(head) if (head / CONFIG).is_file() else None
 
 
 def served_verifier(run: Path, named: str) -> str:

@@ -23,7 +23,7 @@ from eval.decode import DecodeSettings
 from eval.described import describe_data, describe_settings
 from eval.library import load_assistant
 from eval.measure import Asking, ExactRuns, run_exact, training_answers
-from eval.ngram import NgramTable
+from eval.ngram import floor_config
 from eval.output import StopStrings
 from eval.pages.publish import publish
 from eval.report import EvalReport
@@ -34,15 +34,14 @@ from eval.summary import Measured, build_report
 from eval.temperatures import TemperatureRuns, run_at_temperatures
 from eval.timed import Question
 from models.draft_file import CONFIG
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.generate import end_ids
 from models.heads import load_head
+from models.phrases import PhraseTable
 from models.sampling import Sampling
 from models.steps import refuse
 from models.token_strings import refuse_other_tokens
-from models.verifier import Verifier
-
-NGRAM_ORDER = 4
+from models.verifier import Verifier, load_facts
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
     """
     chosen, plan = choose_prompts(cfg), speed_plan(cfg.eval)
     data = find_prepared(cfg)
-    table = NgramTable(NGRAM_ORDER).fit(training_answers(data.samples))
+    config = floor_config(load_facts(cfg.verifier, cache_dir(cfg)).vocab_size)
+    table = PhraseTable.counted(config, training_answers(data.samples))
     device = pick_device(cfg.run.device, RankInfo.from_env().local_rank)
     refuse(cfg.eval.step, device)
     counted = count_runs(cfg, draft_folder, chosen, device)
@@ -101,7 +101,7 @@ def count_runs(
 
 def load_pair(
     cfg: RunConfig, draft_folder: Path, device: torch.device, dtype: torch.dtype
-) -> tuple[Verifier, Eagle3Draft]:
+) -> tuple[Verifier, Draft]:
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), device, dtype)
     return verifier, load_head(draft_folder, verifier.facts, verifier.ends)
 

@@ -13,9 +13,10 @@ from data.template import encode_prompt
 from eval.acceptance import Counters, RankHits, total
 from eval.decode import DecodeSettings, decode
 from eval.generation import Generation, Round
-from eval.ngram import NgramTable
+from eval.ngram import table_walk
 from eval.proof.difference import Difference, compare
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
+from models.phrases import PhraseTable
 from models.verifier import Verifier
 
 TOO_LONG = "prompt leaves no position for an answer"
@@ -79,7 +80,7 @@ class Asking:
 
 def run_exact(
     verifier: Verifier,
-    draft: Eagle3Draft,
+    draft: Draft,
     prompts: Sequence[EvalPrompt],
     settings: DecodeSettings,
     asking: Asking,
@@ -137,7 +138,7 @@ class Talk:
 
 
 def answer_together(
-    verifier: Verifier, draft: Eagle3Draft, talks: list[Talk], settings: DecodeSettings
+    verifier: Verifier, draft: Draft, talks: list[Talk], settings: DecodeSettings
 ) -> None:
     """Answer the turn each of ``talks`` asks, plainly and with the draft."""
     assert settings.shape is not None
@@ -182,14 +183,15 @@ def placed(rounds: list[Round]) -> list[tuple[int, Round]]:
     return pairs
 
 
-def count_floor(runs: PromptRuns, table: NgramTable, n_draft: int) -> Counters:
+def count_floor(runs: PromptRuns, table: PhraseTable, n_draft: int) -> Counters:
     """The same answers with the n-gram table as the draft, walked over the plain text.
 
     An answer in [a, b) has the rows a-1 <= t < b-2: row t guesses from x[t+2] on.
     """
     return total(
         [
-            table.walk(
+            table_walk(
+                table,
                 [*answer.prompt_ids, *answer.plain.tokens, *answer.plain.tail],
                 len(answer.prompt_ids) - 1,
                 answer.length - 2,

@@ -1,10 +1,10 @@
 """What a draft proposes in a round: a chain, a static tree, or EAGLE-2's tree chosen by confidence.
 
 A round knows neither transformers nor caches: it is given two sides that yield logits. The models
-are such sides (eval/sides.py), and so are the probability tables that prove the rules exact
-(eval/proof/toy.py). Leading dimensions [...] are independent sequences. Guess i (0-based) is node
-i+1, node 0 is the root, the token emitted last; parents come before their children, and the
-children of a node stand in the order of their rank.
+are such sides (eval/sides.py, eval/drafters/), and so are the probability tables that prove the
+rules exact (eval/proof/toy.py). Leading dimensions [...] are independent sequences. Guess i
+(0-based) is node i+1, node 0 is the root, the token emitted last; parents come before their
+children, and the children of a node stand in the order of their rank.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from torch import Tensor
 from conf.shapes import DynamicShape, Shape, StaticShape
 from eval.round_plan import RoundPlan
 from models.sampling import Dice, draw_at, likeliest, probabilities
+from models.verifier import VerifierStates
 
 SPARE = 32  # sorted beyond the ranks asked for, so that equal logits seldom reach further
 
@@ -36,6 +37,40 @@ class DraftSide(Protocol):
         ``ids`` [..., W] are their tokens, target ids; ``parents`` [..., W] says which row of the
         call before (``start`` has one) each of them continues.
         """
+        ...
+
+
+class Drafter(DraftSide, Protocol):
+    """A draft of any family on B sequences, as the decoding loop plays it.
+
+    ``begin``, then rounds: ``start``, ``step`` for every level after the first, ``feed``, and
+    ``keep`` where sequences have left. ``keep`` may come before ``begin``.
+    """
+
+    last_position: int  # with the root at x[L] guesses of depth last_position - L + 2 can be made
+
+    def refuse(self, shape: Shape) -> None:
+        """Raise ConfigError for a shape that this draft cannot propose."""
+        ...
+
+    def begin(
+        self, prompts: Tensor, states: VerifierStates, roots: Tensor, lengths: list[int]
+    ) -> None:
+        """Forget everything and take up texts: their prompts [B, P], right-padded, of ``lengths``
+        1 and up, the verifier's states at them [B, P, ...], and the tokens emitted first [B, 1].
+
+        Of ``states.last`` only a sequence's final row need be known (see eval/replay.py).
+        """
+        ...
+
+    def feed(self, tokens: Tensor, states: VerifierStates, counts: list[int]) -> None:
+        """Forget guesses and note what was committed: row t is x[t+1] in [B, R] with the
+        verifier's states at x[t] in [B, R, ...]. Each sequence has its first ``counts`` of them,
+        one at least; the last of these tokens is its next root."""
+        ...
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with sequences ``rows``, in that order."""
         ...
 
 

@@ -65,6 +65,8 @@ def rule_of(choice: EvalRule, shape: Shape, sampling: Sampling) -> AcceptRule:
     """
     if sampling.greedy:
         return AcceptRule.greedy
+    if choice is EvalRule.typical:
+        return AcceptRule.typical
     dynamic = isinstance(shape, DynamicShape)
     if choice is EvalRule.rejection and dynamic:
         raise ConfigError(

@@ -9,6 +9,7 @@ from eval.acceptance import RANKS
 from eval.propose import Proposal, top_ranks
 from eval.round_plan import RoundPlan
 from eval.tree_verify import walk_certain, walk_drawn, walk_greedy
+from eval.typical import accept_typical
 from eval.verify import (
     AcceptRule,
     Rows,
@@ -89,6 +90,8 @@ def verify(
         return accept_certain(target.every(), ids, dice, counts)
     if rule is AcceptRule.tree_one_hot:
         return walk_certain(target, proposal, dice, counts)
+    if rule is AcceptRule.typical:
+        return accept_typical(target, proposal, counts)
     if draft is None:
         raise ValueError(
             f"rule={rule.value}: needs the draft's probabilities; draw proposals from the draft, "

@@ -22,7 +22,7 @@ from eval.round_plan import rule_of
 from eval.speed_figures import summarise, with_rest
 from eval.speed_report import ASSISTED, LIBRARY, PLAIN, SpeedFigures, Timing
 from eval.timed import Question, Run, digest_of
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.steps import Steps
 from models.verifier import Verifier
 
@@ -47,7 +47,7 @@ Method = Callable[[list[Question]], Run]
 
 def measure_speed(
     verifier: Verifier,
-    draft: Eagle3Draft,
+    draft: Draft,
     questions: Sequence[Question],
     settings: DecodeSettings,
     plan: SpeedPlan,
@@ -104,14 +104,14 @@ def grouped(questions: Sequence[Question], size: int) -> list[list[Question]]:
 
 def methods(
     verifier: Verifier,
-    draft: Eagle3Draft,
+    draft: Draft,
     settings: DecodeSettings,
     plan: SpeedPlan,
     size: int,
 ) -> dict[str, Method]:
     """Name -> a function from a group to its run; shapes have their own names."""
 
-    def own(head: Eagle3Draft | None, given: DecodeSettings, name: str) -> Method:
+    def own(head: Draft | None, given: DecodeSettings, name: str) -> Method:
         return lambda group: run_of(
             name, group, decode(verifier, head, [one.ids for one in group], given)
         )

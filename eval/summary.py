@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import EvalSection
+from conf.schema import EvalRule, EvalSection
 from data.eval_prompts import UNSEEN
 from eval.acceptance import (
     AcceptanceReport,
@@ -20,7 +20,6 @@ from eval.acceptance import (
 )
 from eval.foretold import foretell
 from eval.measure import ExactRuns, PromptRuns, count, count_answers, count_floor, count_ranks
-from eval.ngram import NgramTable
 from eval.pages.cautions import list_warnings
 from eval.positions import beyond_training, by_absolute, by_generated
 from eval.report import (
@@ -38,6 +37,7 @@ from eval.report import (
 from eval.speed_report import LIBRARY, SpeedAtBatch, SpeedFigures
 from eval.temperatures import TemperatureRuns
 from eval.theory import expected_tokens
+from models.phrases import PhraseTable
 
 SEED = 0  # of the bootstrap
 
@@ -48,7 +48,7 @@ class Measured:
 
     exact: ExactRuns
     speed: SpeedFigures
-    table: NgramTable
+    table: PhraseTable
     at_temperatures: list[TemperatureRuns] = field(default_factory=list)
 
 
@@ -79,7 +79,7 @@ def build_report(
         by_batch=measured.speed.by_batch,
         costs=measured.speed.costs,
         baselines=first.baselines,
-        lossless=compare(top, section.temperature),
+        lossless=compare(top, section),
         counters=accepted.counters,
         intervals=gather_intervals(accepted, by_prompt, first, settings),
         tasks=by_task(exact, measured.table, section),
@@ -111,7 +111,7 @@ def best_chain(speed: SpeedFigures) -> int:
     return max(chains, key=lambda one: one.speedup_decode).n
 
 
-def by_task(exact: ExactRuns, table: NgramTable, section: EvalSection) -> dict[str, GroupFigures]:
+def by_task(exact: ExactRuns, table: PhraseTable, section: EvalSection) -> dict[str, GroupFigures]:
     groups: dict[str, list[PromptRuns]] = {}
     for one in exact.top:
         groups.setdefault(one.prompt.task, []).append(one)
@@ -121,7 +121,7 @@ def by_task(exact: ExactRuns, table: NgramTable, section: EvalSection) -> dict[s
     return tasks
 
 
-def group(runs: Sequence[PromptRuns], table: NgramTable, section: EvalSection) -> GroupFigures:
+def group(runs: Sequence[PromptRuns], table: PhraseTable, section: EvalSection) -> GroupFigures:
     accepted = report_acceptance([count(r, section.n_draft) for r in runs], section.bootstrap, SEED)
     return GroupFigures(
         prompts=len(runs),
@@ -133,19 +133,21 @@ def group(runs: Sequence[PromptRuns], table: NgramTable, section: EvalSection) -
         survival_by_depth=accepted.survival_by_depth,
         alpha_tv=mean_overlap(runs),
         ngram_floor_tau=floor_of(runs, table, section).tau,
-        lossless=compare(runs, section.temperature),
+        lossless=compare(runs, section),
         counters=accepted.counters,
     )
 
 
-def floor_of(runs: Sequence[PromptRuns], table: NgramTable, section: EvalSection) -> Floor:
+def floor_of(runs: Sequence[PromptRuns], table: PhraseTable, section: EvalSection) -> Floor:
     counters = total([count_floor(one, table, section.n_draft) for one in runs])
-    return Floor(table.order, counters.tau, counters)
+    return Floor(table.config.order, counters.tau, counters)
 
 
-def compare(runs: Sequence[PromptRuns], temperature: float) -> Lossless:
+def compare(runs: Sequence[PromptRuns], section: EvalSection) -> Lossless:
     """Count identical answers. Sampled ones agree in distribution, not token by token."""
-    if temperature > 0:
+    if section.temperature > 0 and section.rule is EvalRule.typical:
+        return Lossless(0, 0, [], "eval.rule=typical is LOSSY: not the verifier's answers")
+    if section.temperature > 0:
         return Lossless(0, 0, [], "sampled answers: distribution test, see eval.lossless")
     differing = [
         Differing(one.prompt.id, answer.difference.position, answer.difference.behind)

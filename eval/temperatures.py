@@ -10,7 +10,7 @@ from eval.generation import Generation
 from eval.measure import PromptRuns
 from eval.round_plan import rule_of
 from eval.verify import AcceptRule
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.sampling import Sampling
 from models.verifier import Verifier
 
@@ -26,7 +26,7 @@ class TemperatureRuns:
 
 def run_at_temperatures(
     verifier: Verifier,
-    draft: Eagle3Draft,
+    draft: Draft,
     runs: Sequence[PromptRuns],
     settings: DecodeSettings,
     section: EvalSection,
@@ -50,7 +50,7 @@ def run_at_temperatures(
 
 def answer(
     verifier: Verifier,
-    draft: Eagle3Draft,
+    draft: Draft,
     runs: Sequence[PromptRuns],
     settings: DecodeSettings,
     batch: int,

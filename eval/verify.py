@@ -2,9 +2,10 @@
 
 A round proposes a chain of N tokens; the verifier's distributions after the root and after each of
 them are rows 0..N of ``target``. Every rule returns how many proposals stand and the verifier's own
-next token, distributed exactly as the verifier alone would emit them. Leading dimensions [...] are
-independent sequences. Sources: Leviathan et al. (2211.17192, algorithm 1) for ``rejection``; a
-proposal without a distribution is one that has probability 1. Trees are in eval/tree_verify.py.
+next token, distributed exactly as the verifier alone would emit them, the LOSSY rule of
+eval/typical.py apart. Leading dimensions [...] are independent sequences. Sources: Leviathan et al.
+(2211.17192, algorithm 1) for ``rejection``; a proposal without a distribution is one that has
+probability 1. Trees are in eval/tree_verify.py.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,11 @@ class AcceptRule(Enum):
     rejection = "rejection"  # a draw of the draft, accepted with min(1, target/draft)
     tree_one_hot = "tree_one_hot"  # the draft's top ranks, in turn, each as argmax_draft
     tree_without_replacement = "tree_without_replacement"  # distinct draws, in turn, as rejection
+    # Whatever the verifier finds likely enough; chains and trees. Whoever names it says what it is.
+    typical = "typical (LOSSY)"
+
+
+LOSSY = frozenset({AcceptRule.typical})  # the others emit what the verifier alone would
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,13 @@ from models.export.check import check
 from models.export.check_verifier import holds_embedding
 from models.export.engines import LAYOUTS
 from models.export.layout import Layout
+from models.export.medusa import is_medusa
+from models.export.medusa_check import check_medusa
+from models.export.read_eagle1 import is_eagle1_folder
+from models.export.small_model import check_model
+from models.export.vllm import VLLM
 from models.export.write import export_head
+from models.model_folder import is_model_folder
 
 
 def parser() -> Parser:
@@ -77,21 +83,34 @@ def judge(folder: Path, verifier: Path | None, layout: Layout | None) -> int:
     """Print what ``check`` finds for one engine, the folder's own where none is named."""
     if not folder.is_dir():
         raise ConfigError(f"--check {folder}: no such folder; give one that launch.export wrote")
-    findings = check(folder, verifier, layout)
+    findings, compared = examined(folder, verifier, layout)
     engine = f" for {layout.engine}" if layout else ""
-    if verifier is not None:
+    if verifier is not None and not compared:
         findings = [*findings, *beside_verifier(folder, verifier, bool(findings))]
     for finding in findings:
         say(finding)
     if not findings:
         say(f"{folder}: in order{engine}, nothing found")
-        if verifier is None and holds_embedding(folder):
+        if verifier is None and not compared and holds_embedding(folder):
             say("its embedding was not compared: --verifier DIR names the verifier's folder")
     return 1 if findings else 0
 
 
+def examined(folder: Path, verifier: Path | None, layout: Layout | None) -> tuple[list[str], bool]:
+    """Findings of the family's own check, and whether that has compared all it can with the
+    verifier: an EAGLE head's states and embedding are compared apart."""
+    if layout in (None, VLLM) and is_medusa(folder):
+        return check_medusa(folder, verifier), True
+    if layout in (None, VLLM) and is_model_folder(folder):
+        return check_model(folder, verifier), True
+    return check(folder, verifier, layout), False
+
+
 def beside_verifier(folder: Path, verifier: Path, found: bool) -> list[str]:
     """What the head's guesses show. A head that cannot be run is the finding that was ``found``."""
+    if is_eagle1_folder(folder):
+        say("an EAGLE-1 head reads the last layer alone: other layer ids were not tried")
+        return []
     try:
         return wiring_findings(folder, verifier)
     except ConfigError as refusal:

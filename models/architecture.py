@@ -31,19 +31,18 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def stored_name(model: PreTrainedModel, stored: Iterable[str], name: str) -> str:
-    """The tensor in the files that the library loads as parameter ``name``; else ``name`` itself.
+    """That of the tensors ``stored`` which the library loads as parameter ``name``; else ``name``.
 
     Files spell embed_out for GPT-NeoX's lm_head, and older ones of wrapped models have prefixes of
-    their own. Only tensors outside the layers are looked at: a mixture has 100,000 inside.
+    their own. Give those alone that may be it: a mixture has 100,000 inside its layers.
     """
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     parameters = model.state_dict()
     for key in stored:
-        if ".layers." not in key:
-            prefix = model.base_model_prefix
-            if rename_source_key(key, renamings, [], prefix, parameters)[0] == name:
-                return key
+        prefix = model.base_model_prefix
+        if rename_source_key(key, renamings, [], prefix, parameters)[0] == name:
+            return key
     return name
 
 

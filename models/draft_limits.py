@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from conf.schema import MOST_LAYERS
 from models.rope import STATIC_TYPES
 
 if TYPE_CHECKING:
+    from models.eagle1 import Eagle1Config
     from models.eagle3 import DraftConfig
 
 LARGEST = 2**24  # of any width, count or vocabulary; positions go to 2**31
@@ -31,9 +33,10 @@ ROPE_NEEDS = {  # by type, what its table cannot do without
 }
 
 
-def faults(draft: "DraftConfig") -> Iterator[str]:
+def faults(draft: "DraftConfig | Eagle1Config") -> Iterator[str]:
     """Each names the field, its value and the rule."""
-    for name, most in [*((name, LARGEST) for name in SIZES), ("max_positions", 2**31)]:
+    sizes = dict.fromkeys(SIZES, LARGEST) | {"max_positions": 2**31, "layers": MOST_LAYERS}
+    for name, most in sizes.items():
         value = getattr(draft, name)
         if type(value) is not int or not 1 <= value <= most:
             yield f"{name}={value!r}: must be a whole number in 1..{most}"
@@ -45,7 +48,7 @@ def faults(draft: "DraftConfig") -> Iterator[str]:
     yield from rope_faults(draft.rope, draft.head_dim)
 
 
-def misfits(draft: "DraftConfig") -> Iterator[str]:
+def misfits(draft: "DraftConfig | Eagle1Config") -> Iterator[str]:
     """Sizes that are possible each by itself, and not together."""
     if draft.draft_vocab_size > draft.vocab_size:
         yield (

@@ -1,6 +1,7 @@
-"""The EAGLE-3 draft head: one decoder layer over fused verifier states; forward is one step."""
+"""The EAGLE-3 draft head: decoder layers over fused verifier states; forward is one step."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_origin, get_type_hints
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from conf.schema import ConfigError, DraftSection, HeadInit
 from models.draft_limits import faults
-from models.layers import DraftAttention, GatedMLP, MidLayer, StreamNorm
+from models.layers import DraftAttention, DraftLayer, GatedMLP, StreamNorm
 from models.memory import Memory
 from models.rope import Rope, settled
 from models.verifier import VerifierEnds, VerifierFacts
@@ -38,6 +39,7 @@ class DraftConfig:
     fc_norm: bool
     norm_output: bool
     qk_norm: bool = False  # files of earlier versions lack it
+    layers: int = 1  # decoder layers; files of earlier versions lack it, too
 
     @classmethod
     def of(cls, section: DraftSection, facts: VerifierFacts) -> "DraftConfig":
@@ -60,6 +62,7 @@ class DraftConfig:
             fc_norm=section.fc_norm,
             norm_output=section.norm_output,
             qk_norm=section.qk_norm,
+            layers=section.layers,
         )
 
     def to_json(self) -> str:
@@ -91,7 +94,11 @@ class DraftOutput:
 
 
 class Eagle3Draft(nn.Module):
-    """Parameters carry the names of EAGLE-3 files; ``d2t`` and ``t2d`` are buffers."""
+    """Parameters carry the names of EAGLE-3 files; ``d2t`` and ``t2d`` are buffers.
+
+    The first decoder layer is ``midlayer``; ``layers`` has those after it, numbered from 1. Each
+    has a memory of its own, in this order.
+    """
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -108,12 +115,17 @@ class Eagle3Draft(nn.Module):
         self.fc = nn.Linear(count * width, width, bias=False)
         rope = Rope(config.head_dim, config.max_positions, config.rope)
         qk_eps = config.rms_norm_eps if config.qk_norm else None
-        self.midlayer = MidLayer(
-            DraftAttention(width, config.num_heads, config.num_kv_heads, rope, qk_eps),
-            GatedMLP(width, config.intermediate_size),
-            [norm(), norm(), norm()],
-            config.norm_before_residual,
-        )
+
+        def layer(pair: bool) -> DraftLayer:
+            return DraftLayer(
+                DraftAttention(width, config.num_heads, config.num_kv_heads, rope, qk_eps, pair),
+                GatedMLP(width, config.intermediate_size),
+                [norm() for _ in range(3 if pair else 2)],
+                config.norm_before_residual and pair,
+            )
+
+        self.midlayer = layer(pair=True)
+        self.layers = nn.ModuleDict({str(n): layer(pair=False) for n in range(1, config.layers)})
         self.norm = norm()
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
@@ -155,29 +167,55 @@ class Eagle3Draft(nn.Module):
             aux = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(aux)
 
+    @property
+    def stack(self) -> list[DraftLayer]:
+        """The decoder layers, the first one first."""
+        later: Any = self.layers.values()  # a ModuleDict knows them as modules alone
+        return [self.midlayer, *later]
+
     def share_of(self, tokens: Tensor, asks: bool = True) -> Tensor:
         """tokens [...] -> their share of query, key and value [..., (H + 2 Hkv) * Dh].
 
-        Rows that only ``remember`` ask nothing: their share is that of key and value alone.
+        Rows that only ``remember`` ask nothing of the last layer: where that is the first one, too,
+        their share is that of key and value alone.
         """
-        return self.midlayer.share_of(self.embed_tokens(tokens), asks)
+        return self.midlayer.share_of(self.embed_tokens(tokens), asks or self.config.layers > 1)
 
     def forward(
-        self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory, known: bool = False
+        self,
+        share: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        memories: Sequence[Memory],
+        known: bool = False,
     ) -> DraftOutput:
         """One step: row t pairs token x[t+1+k] with its state and guesses the token after it.
 
-        share [..., (H + 2 Hkv) * Dh] of the tokens, hidden [..., D], positions [...]; ``memory``
-        says which keys a row sees. ``known``: it has the rows' own keys from ``remember``.
+        share [..., (H + 2 Hkv) * Dh] of the tokens, hidden [..., D], positions [...]; a layer's
+        memory says which keys a row sees in it. ``known``: the rows are among those of
+        ``remember``, ``hidden`` is what that gave for them, and the last layer alone is to run.
         """
-        output = self.midlayer(share, hidden, positions, memory, known)
-        normed = self.norm(output)
-        fed_back = normed if self.config.norm_output else output
+        for n, layer in enumerate(self.stack):
+            if n == self.config.layers - 1 or not known:
+                own = share if n == 0 else None
+                hidden = layer(own, hidden, positions, memories[n], known)
+        normed = self.norm(hidden)
+        fed_back = normed if self.config.norm_output else hidden
         return DraftOutput(fed_back, normed.to(share.dtype))
 
-    def remember(self, share: Tensor, hidden: Tensor, positions: Tensor, memory: Memory) -> None:
-        """Give ``memory`` the keys of rows, and compute nothing else."""
-        self.midlayer.remember(share, hidden, positions, memory)
+    def remember(
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memories: Sequence[Memory]
+    ) -> Tensor:
+        """Rows that nobody asks for a guess: give each memory their keys in its layer.
+
+        All layers but the last run, for their output is what the keys after them are made of ->
+        [..., D], what enters the last layer.
+        """
+        *lower, last = self.stack
+        for n, layer in enumerate(lower):
+            hidden = layer(share if n == 0 else None, hidden, positions, memories[n], known=False)
+        last.remember(None if lower else share, hidden, positions, memories[-1])
+        return hidden
 
     def logits(self, normed: Tensor) -> Tensor:
         """[..., D] -> [..., Vd]."""

@@ -20,7 +20,7 @@ from models.layer_shape import LayerShape
 from models.rope import STATIC_TYPES, table_for_llama
 
 MIN_LAYERS = 7  # below it the default aux layers [2, L//2, L-3] are not three ascending ids
-NEEDED = (  # of a verifier's config: the draft is one Llama layer on its states
+NEEDED = (  # of a verifier's config: the draft is Llama layers on its states
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -150,7 +150,7 @@ def rope_of(section: VerifierSection, text: PreTrainedConfig) -> dict[str, Any]:
 
 
 def aux_layers_of(section: VerifierSection, num_layers: int) -> list[int]:
-    """The ids to capture, checked: ascending, unique, each in 1..L."""
+    """The ids to capture, checked: ascending, unique, each in 1..L; negative ones count from L."""
     if section.aux_layers is None:
         if num_layers < MIN_LAYERS:
             raise ConfigError(
@@ -159,10 +159,11 @@ def aux_layers_of(section: VerifierSection, num_layers: int) -> list[int]:
                 f"verifier.aux_layers=[1,2,{num_layers}]"
             )
         return [2, num_layers // 2, num_layers - 3]
-    ids = list(section.aux_layers)
+    given = list(section.aux_layers)
+    ids = [n if n >= 0 else num_layers + 1 + n for n in given]
     if not ids or sorted(set(ids)) != ids or ids[0] < 1 or ids[-1] > num_layers:
         raise ConfigError(
-            f"verifier.aux_layers={ids}: must be ascending, unique ids in 1..{num_layers}; "
+            f"verifier.aux_layers={given}: must be ascending, unique ids in 1..{num_layers}; "
             "null takes [2, L//2, L-3]"
         )
     return ids

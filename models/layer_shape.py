@@ -1,4 +1,4 @@
-"""The sizes of a draft's one Llama layer, by what a verifier's config says of its own layers."""
+"""The sizes of a draft's Llama layers, by what a verifier's config says of its own layers."""
 
 from dataclasses import dataclass
 from typing import Any

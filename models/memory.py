@@ -1,4 +1,4 @@
-"""Memories: which keys a row of the draft sees, in training and in decoding."""
+"""Memories: which keys a row of the draft sees, in training and in decoding; one a layer."""
 
 from typing import Protocol
 
@@ -25,20 +25,21 @@ class Memory(Protocol):
 class TTTMemory:
     """Keys of one step of the training-time test; ``following`` makes that of the next step.
 
-    What is remembered first, for all packed rows, is the base that every step sees; what a later
-    step remembers, for the rows that ask then, its row alone sees. A step may be computed twice
-    (activation checkpointing) and remembers the same again.
+    What the first one remembers, for all packed rows, is the base that every step sees; what that
+    of a later step remembers, for the rows that ask then, its row alone sees. A step may be
+    computed twice (activation checkpointing) and remembers the same again.
     """
 
-    def __init__(self, kernel: Kernel, runs: Runs | None = None):
+    def __init__(self, kernel: Kernel, runs: Runs | None = None, first: bool = True):
         self.kernel = kernel
-        self.runs = runs
+        self.runs = runs  # of the rows that ask; None: none do
+        self.first = first
         self.base: tuple[Tensor, Tensor] | None = None
         self.earlier: list[Diagonal] = []  # of the steps between
         self.own: list[Diagonal] = []
 
     def remember(self, key: Tensor, value: Tensor) -> None:
-        if self.runs is None:
+        if self.first:
             self.base = (key, value)
         else:
             self.own = [Diagonal(key, value)]
@@ -49,7 +50,7 @@ class TTTMemory:
 
     def following(self, runs: Runs, kept: Tensor | None) -> "TTTMemory":
         """The memory of the next step, whose rows are rows ``kept`` of this one; None: all."""
-        memory = TTTMemory(self.kernel, runs)
+        memory = TTTMemory(self.kernel, runs, first=False)
         memory.base = self.base
         known = [*self.earlier, *self.own]
         memory.earlier = known if kept is None else [diagonal.kept(kept) for diagonal in known]

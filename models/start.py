@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from conf.runtime import note_once
-from conf.schema import FULL, ConfigError, DraftSection, HeadInit
+from conf.schema import FULL, ConfigError, DraftFamily, DraftSection, HeadInit
+from models.drafts import AnyConfig, Draft
+from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.heads import config_of, load_head, vocabulary_of
+from models.medusa import MedusaConfig, MedusaDraft
+from models.model_folder import read_model, refuse_untrainable
+from models.phrases import PhraseConfig
 from models.rope import Rope, Rotary
+from models.small_model import ModelConfig, SmallModel
 from models.verifier import VerifierEnds, VerifierFacts
 from models.vocab import DraftVocab, draft_vocab_size
 
@@ -20,7 +26,33 @@ OF_THE_VERIFIER = ("hidden_size", "vocab_size")
 KNOBS = {"aux_layers": "verifier.aux_layers", "draft_vocab_size": "draft.vocab_size"}
 
 
-def config_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
+def config_to_train(section: DraftSection, facts: VerifierFacts, depth: int = 0) -> AnyConfig:
+    """The draft that ``section`` asks for, of Medusa one with ``depth`` heads (ttt.depth).
+
+    Raises ConfigError where draft.init is another one.
+    """
+    match section.family:
+        case DraftFamily.eagle3:
+            return eagle3_to_train(section, facts)
+        case DraftFamily.ngram:
+            return PhraseConfig.of(section, facts)
+        case DraftFamily.eagle1:
+            return Eagle1Config.of(section, facts)
+        case DraftFamily.medusa:
+            return MedusaConfig.of(section, facts, depth)
+        case DraftFamily.model:
+            return ModelConfig.of(section, facts)
+        case other:
+            raise not_trained(other)
+
+
+def not_trained(family: DraftFamily) -> ConfigError:
+    return ConfigError(
+        f"draft.family={family.value}: this version cannot train it; take draft.family=eagle3"
+    )
+
+
+def eagle3_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
     """The head that ``section`` asks for; with draft.init, as far as knobs go, that one's twin.
 
     The position limit is the section's: it is no weight, and a published head often has a low one.
@@ -38,6 +70,8 @@ def config_to_train(section: DraftSection, facts: VerifierFacts) -> DraftConfig:
 def twin_of_head(init: str, asked: DraftConfig, facts: VerifierFacts) -> DraftConfig:
     """``asked``, but where no knob says what the head in ``init`` says."""
     found = config_of(Path(init), facts)
+    if not isinstance(found, DraftConfig):
+        raise ConfigError(f"draft.init={init}: is no EAGLE-3 head; give one, or draft.init=null")
     for name in [field.name for field in fields(DraftConfig)]:
         theirs, ours = getattr(found, name), getattr(asked, name)
         if name not in (*OF_THE_HEAD, "max_positions") and theirs != ours:
@@ -84,20 +118,60 @@ def refuse_other_table(init: str, found: DraftConfig, trained: DraftConfig) -> N
 
 def vocabulary_to_train(section: DraftSection, facts: VerifierFacts, counts: Tensor) -> DraftVocab:
     """That of the head in draft.init, else the most frequent tokens of ``counts`` [V]."""
+    if section.family is DraftFamily.model:  # its ids come first among the verifier's
+        size = ModelConfig.of(section, facts).draft_vocab_size
+        return DraftVocab.of_ids(torch.arange(size), counts.numel())
     if section.init is None:
         return DraftVocab.from_counts(counts, draft_vocab_size(section, counts.numel()))
-    return vocabulary_of(Path(section.init), config_to_train(section, facts))
+    return vocabulary_of(Path(section.init), eagle3_to_train(section, facts))
 
 
 def new_draft(
+    section: DraftSection,
+    facts: VerifierFacts,
+    ends: VerifierEnds,
+    vocab: DraftVocab,
+    depth: int = 0,
+) -> Draft:
+    """A draft to train, of the family that ``section`` names; ``depth`` as in config_to_train."""
+    match section.family:
+        case DraftFamily.eagle3:
+            return new_eagle3(section, facts, ends, vocab)
+        case DraftFamily.eagle1:
+            draft = Eagle1Draft(Eagle1Config.of(section, facts))
+            draft.initialise(ends)
+            return draft
+        case DraftFamily.medusa:
+            heads = MedusaDraft(MedusaConfig.of(section, facts, depth))
+            heads.initialise(ends, vocab, section.head_init)
+            return heads
+        case DraftFamily.model:
+            return new_model(section, facts)
+        case other:
+            raise not_trained(other)
+
+
+def new_model(section: DraftSection, facts: VerifierFacts) -> SmallModel:
+    """Random weights, or those of the model in draft.init. Raises ConfigError."""
+    config = ModelConfig.of(section, facts)
+    if section.init is None:
+        return SmallModel.new(config)
+    draft = read_model(Path(section.init), config, torch.float32)
+    refuse_untrainable(draft)
+    return draft
+
+
+def new_eagle3(
     section: DraftSection, facts: VerifierFacts, ends: VerifierEnds, vocab: DraftVocab
 ) -> Eagle3Draft:
-    """A draft to train. The embedding is the verifier's, frozen; with ``head_init: frozen`` the
+    """A head to train. The embedding is the verifier's, frozen; with ``head_init: frozen`` the
     head's rows are, too, whatever the head in draft.init has."""
-    draft = Eagle3Draft(config_to_train(section, facts))
+    draft = Eagle3Draft(eagle3_to_train(section, facts))
     draft.initialise(ends, vocab, section.head_init)
     if section.init is not None:
-        take_weights(draft, load_head(Path(section.init), facts, ends), section.head_init)
+        source = load_head(Path(section.init), facts, ends)
+        assert isinstance(source, Eagle3Draft)  # twin_of_head has refused others
+        take_weights(draft, source, section.head_init)
     return draft
 
 

@@ -62,10 +62,10 @@ def save_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def refuse_other_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError naming the first id that is another token for the head in ``folder``."""
-    if not (folder / FILE).is_file():
+    ours, theirs = tokens_in(folder), token_strings(tokenizer)
+    if ours is None:
         say(f"{folder}: holds no {FILE}, so its tokens were not compared with the verifier's")
         return
-    ours, theirs = json.loads((folder / FILE).read_text("utf-8")), token_strings(tokenizer)
     index = first_other(ours, theirs)
     if index is not None:
         raise ConfigError(

@@ -29,6 +29,7 @@ from models.facts import (
     load_facts,
     load_tokenizer,
 )
+from models.final_norm import FinalNorm, final_norm_of, norm_after_layers
 from models.fixed import FixedCache
 from models.kv import KVCache
 from models.placement import Placement, place
@@ -42,6 +43,10 @@ BLOCK = 1 << 16
 class VerifierStates:
     aux: Tensor  # [B, T, A*D] residual streams after the aux layers, concatenated, ids ascending
     last: Tensor  # [B, T, D] the state after the final norm
+
+    def __getitem__(self, rows: Any) -> "VerifierStates":
+        """Both indexed by ``rows``, as a tensor is."""
+        return VerifierStates(self.aux[rows], self.last[rows])
 
 
 class Verifier:
@@ -92,7 +97,9 @@ class Verifier:
 
     @property
     def ends(self) -> "VerifierEnds":
-        return VerifierEnds(self.embedding, self.head.weight, self.model.config.get_text_config())
+        norm = final_norm_of(norm_after_layers(self.backbone))
+        config = self.model.config.get_text_config()
+        return VerifierEnds(self.embedding, self.head.weight, config, norm)
 
     def _watch_streams(self) -> None:
         """Keep the residual stream after n layers: what layer n receives, or layer L-1 returns."""
@@ -172,36 +179,44 @@ def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
 
 @dataclass(frozen=True)
 class VerifierEnds:
-    """The two matrices that training needs of a verifier, and how its logits are scaled."""
+    """What training needs of a verifier's weights, and how its logits are scaled."""
 
     embedding: Tensor  # [V, D]
     head: Tensor  # [V, D]
     config: PreTrainedConfig
+    norm: FinalNorm | None = None  # None: another kind than RMSNorm
 
 
 def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> VerifierEnds:
-    """Read embedding and head from the safetensors files, without loading the layers between.
+    """Read embedding, head and final norm from the safetensors files, and no layer between.
 
     Which tensors they are is what the model's own accessors say: names differ by family.
     """
     folder = resolve(section.path, cache)
     config = load_config_of(section, cache)
-    with torch.device("meta"), library_errors_named(section, "model"):
-        skeleton = auto_class(config).from_config(
-            config, trust_remote_code=section.trust_remote_code
-        )
+    skeleton = skeleton_of(section, config)
     names = {id(p): n for n, p in skeleton.named_parameters()}  # a tied head has the first name
     where = tensor_files(folder)
+    outside = [key for key in where if ".layers." not in key]
 
     def read(weight: Tensor) -> Tensor:
-        return read_tensor(
-            folder, where, stored_name(skeleton, where, names[id(weight)]), weight.shape
-        ).to(dtype)
+        name = stored_name(skeleton, outside, names[id(weight)])
+        return read_tensor(folder, where, name, weight.shape).to(dtype)
 
-    table, rows = skeleton.get_input_embeddings().weight, skeleton.get_output_embeddings().weight
+    ends: list[Any] = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
+    table, rows = (module.weight for module in ends)
     embedding = read(table)
     head = embedding if rows is table else read(rows)
-    return VerifierEnds(embedding, head, config.get_text_config())
+    norm: Any = norm_after_layers(skeleton.get_decoder())
+    if getattr(norm, "weight", None) is not None:
+        norm.weight = nn.Parameter(read(norm.weight))
+    return VerifierEnds(embedding, head, config.get_text_config(), final_norm_of(norm))
+
+
+def skeleton_of(section: VerifierSection, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without its weights, on the meta device."""
+    with torch.device("meta"), library_errors_named(section, "model"):
+        return auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
 
 
 def tensor_files(folder: Path) -> dict[str, str]:

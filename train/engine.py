@@ -1,4 +1,4 @@
-"""The DeepSpeed engine around the training-time test: the one file that knows DeepSpeed."""
+"""The DeepSpeed engine around what is trained: the one file that knows DeepSpeed."""
 
 import re
 from contextlib import ExitStack
@@ -17,6 +17,7 @@ from torch.serialization import safe_globals
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, Precision, RunConfig
 from data.records import TTTBatch
+from train.families.choose import Trainee
 from train.ttt import TrainingTimeTest, TTTOutput
 
 TAG = "engine"  # name of DeepSpeed's folder inside a checkpoint
@@ -48,26 +49,29 @@ def deepspeed_config(cfg: RunConfig) -> dict[str, Any]:
 
 
 class Whole(nn.Module):
-    """The training-time test as DeepSpeed wraps it: what it returns are plain tensors.
+    """A family's training as DeepSpeed wraps it: what it returns are plain tensors.
 
     Stage 3 brings weights back for the backward through hooks on a module's outputs, and looks for
-    tensors in tuples alone. The weights that the test takes without calling their module (slices
-    of projections, the head) hang on this one, so the test's own hooks are passed by.
+    tensors in tuples alone. The weights that the training-time test takes without calling their
+    module (slices of projections, the head) hang on this one, so its own hooks are passed by.
     """
 
-    def __init__(self, test: TrainingTimeTest):
+    def __init__(self, test: Trainee):
         super().__init__()
         self.test = test
 
     def forward(self, batch: TTTBatch, row_weights: Tensor | None, own: int = 0):
-        output = self.test.forward(batch, row_weights, own)
-        return output if own else tuple(vars(output).values())
+        if own:
+            assert isinstance(self.test, TrainingTimeTest), "others are replayed"
+            return self.test.forward(batch, None, own)
+        assert row_weights is not None
+        return tuple(vars(self.test.forward(batch, row_weights)).values())
 
 
 class Engine:
     """Forward, backward and step on windows of micro-batches, with exact normalisation."""
 
-    def __init__(self, cfg: RunConfig, module: TrainingTimeTest, ranks: RankInfo):
+    def __init__(self, cfg: RunConfig, module: Trainee, ranks: RankInfo):
         self.world_size, self.is_main = ranks.world_size, ranks.is_main
         self.stage = cfg.engine.zero_stage
         if not torch.cuda.is_available():
@@ -107,14 +111,15 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.module.draft.midlayer.parameters()).dtype
+        return next(p.dtype for p in self.module.parameters() if p.requires_grad)
 
     def __call__(self, batch: TTTBatch, row_weights: Tensor) -> TTTOutput:
         return TTTOutput(*self.engine(batch, row_weights))
 
     @torch.no_grad()
     def propose(self, batch: TTTBatch, depth: int) -> Tensor:
-        """[depth, T] target ids the draft proposes when it feeds itself, -1 where no chain is."""
+        """[depth, T] target ids an EAGLE-3 head proposes when it feeds itself, -1 where no chain
+        is."""
         return self.engine(batch, None, depth)
 
     def backward(self, loss: Tensor, last: bool) -> None:

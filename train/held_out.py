@@ -1,8 +1,11 @@
 """Held-out acceptance during training: the greedy loop's own result, without decoding.
 
-On text the verifier wrote itself, the draft is unrolled on its own guesses at every row of an
+On text the verifier wrote itself, an EAGLE-3 head is unrolled on its own guesses at every row of an
 answer; walking the rounds row by row then gives the counters that the decoding loop would give.
+Other families play their rounds over the text (eval/replay.py).
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,26 +14,38 @@ from conf.runtime import RankInfo
 from data.chains import Chains
 from data.distributed import sum_over_ranks
 from data.loader import batch_of, on_device
-from data.online import OnlineStates
-from data.reader import ShardReader
-from data.records import CachedPack
+from data.records import CachedPack, CachedSample
 from eval.acceptance import AcceptanceReport, Counters, count_hits, report_acceptance, walk
+from eval.replay import Place, replay
+from models.drafts import Draft
 from train.engine import Engine
 
+PLAYED = 64  # samples whose states are in memory at once
 RESAMPLES = 200  # a training line needs a rough interval only
 
 
-def measure(
-    engine: Engine, source: ShardReader | OnlineStates, n_draft: int, ranks: RankInfo
-) -> AcceptanceReport:
-    """Acceptance of chains of ``n_draft`` on the held-out samples, equal on all ranks.
+class HeldOut(Protocol):
+    """Where held-out samples are read from."""
+
+    @property
+    def greedy(self) -> Tensor:
+        """[S] bool: the answers are the verifier's own greedy text."""
+        ...
+
+    @property
+    def valid_indices(self) -> list[int]: ...
+
+    def read(self, index: int) -> CachedSample: ...
+
+
+def measure(engine: Engine, source: HeldOut, n_draft: int, ranks: RankInfo) -> AcceptanceReport:
+    """Acceptance of an EAGLE-3 head's chains of ``n_draft`` on the held-out samples, equal on all
+    ranks.
 
     Only samples with the verifier's own greedy text, if there are any. On other text a guess
     counts when it equals the data: less than the loop would accept.
     """
-    chosen = source.valid_indices
-    greedy = [i for i in chosen if source.greedy[i]]
-    chosen = greedy or chosen
+    chosen = samples_to_play(source)
     table = torch.zeros(len(chosen), 2 * n_draft + 4, dtype=torch.int64)
     laps = -(-len(chosen) // ranks.world_size)
     for lap in range(laps):  # every rank runs every lap: ZeRO-3 gathers weights in the forward
@@ -44,7 +59,33 @@ def measure(
             sample = cached.sample
             counters = walk_answers(proposed.cpu(), sample.input_ids, sample.loss_mask)
             table[slot] = to_row(counters)
-    rows = sum_over_ranks(table.to(engine.device)).cpu().tolist()
+    return report_of(table.to(engine.device), n_draft)
+
+
+def measure_by_replay(
+    draft: Draft, source: HeldOut, n_draft: int, ranks: RankInfo, place: Place
+) -> AcceptanceReport:
+    """The same of any family. Ranks play samples of their own at their own pace, so the weights
+    must be whole on each of them: no ZeRO-3. Raises ConfigError for chains it cannot propose."""
+    chosen = samples_to_play(source)
+    table = torch.zeros(len(chosen), 2 * n_draft + 4, dtype=torch.int64)
+    for first in range(ranks.rank, len(chosen), PLAYED * ranks.world_size):
+        slots = range(first, len(chosen), ranks.world_size)[:PLAYED]
+        cached = [source.read(chosen[slot]) for slot in slots]
+        for slot, counters in zip(slots, replay(draft, cached, n_draft, place), strict=True):
+            table[slot] = to_row(counters)
+    return report_of(table.to(place.device), n_draft)
+
+
+def samples_to_play(source: HeldOut) -> list[int]:
+    """The held-out ones, of which those with the verifier's own greedy text where there are any."""
+    chosen = source.valid_indices
+    return [i for i in chosen if source.greedy[i]] or chosen
+
+
+def report_of(table: Tensor, n_draft: int) -> AcceptanceReport:
+    """From the rows that each rank has filled, a sample a row."""
+    rows = sum_over_ranks(table).cpu().tolist()
     return report_acceptance([from_row(row, n_draft) for row in rows], RESAMPLES, seed=0)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,15 @@ from conf.runtime import (
     say,
     write_atomically,
 )
-from conf.schema import ConfigError, JobError, Normalise, OptimSection, Precision, RunConfig
+from conf.schema import (
+    ConfigError,
+    DraftFamily,
+    JobError,
+    Normalise,
+    OptimSection,
+    Precision,
+    RunConfig,
+)
 from data.distributed import gather_objects, pick_device, sum_over_ranks
 from data.fp8 import restored
 from data.loader import TrainLoader, on_device
@@ -27,9 +34,9 @@ from data.online import OnlineStates
 from data.reader import ShardReader
 from data.records import PreparedData, TTTBatch
 from eval.acceptance import AcceptanceReport
+from eval.replay import Place
 from models.draft_file import CONFIG, save_draft
 from models.heads import digest_of_head
-from models.kernels import choose_kernel
 from models.marks import part
 from models.start import new_draft, vocabulary_to_train
 from models.verifier import (
@@ -42,11 +49,10 @@ from train.breakdown import Breakdown
 from train.budget import budget_of
 from train.checkpoint import Checkpoints, TrainState
 from train.engine import Engine
-from train.held_out import measure
-from train.loss import Distillation
+from train.families.choose import Trainee, trainee_for
+from train.held_out import measure, measure_by_replay
 from train.metrics import Interval, MetricsLog, flat
 from train.stop import StopRequest
-from train.ttt import TrainingTimeTest
 
 CPU = torch.device("cpu")
 # Rounding flips near-ties, other weights flip nearly all. Measured on 661 rows of ten answers of
@@ -135,7 +141,7 @@ def fit(
                 refuse_non_finite(cfg, figures, step)
                 log.train(step, {**figures, "grad_norm": norm})
             if measures:
-                report = measure(engine, source, cfg.eval.valid_depth, ranks)
+                report = acceptance_of(cfg, engine, source, ranks)
                 log.held_out(step, report)
                 if report.tau > best_tau or (step == total and not best_step):
                     best_tau, best_step = report.tau, step
@@ -158,42 +164,35 @@ def fit(
     return folder / "best"
 
 
+def acceptance_of(
+    cfg: RunConfig, engine: Engine, source: ShardReader | OnlineStates, ranks: RankInfo
+) -> AcceptanceReport:
+    """Of the held-out samples, by the way that suits the family."""
+    if cfg.draft.family is DraftFamily.eagle3:
+        return measure(engine, source, cfg.eval.valid_depth, ranks)
+    place = Place(engine.device, engine.dtype)
+    return measure_by_replay(engine.module.draft, source, cfg.eval.valid_depth, ranks, place)
+
+
 def build(
     cfg: RunConfig,
     prepared: PreparedData,
     source: ShardReader | OnlineStates,
     device: torch.device,
-) -> TrainingTimeTest:
-    """The draft and its teacher, checked against the states' own argmaxes."""
+) -> Trainee:
+    """The draft and what trains it, the verifier's head checked against the states' argmaxes."""
     cache = cache_dir(cfg)
     facts = load_facts(cfg.verifier, cache)
     vocab = vocabulary_to_train(cfg.draft, facts, prepared.token_counts)
     ends = load_ends(cfg.verifier, cache, torch.float32)
     check_teacher(ends, source)
     torch.manual_seed(cfg.run.seed)
-    draft = new_draft(cfg.draft, facts, ends, vocab)
-    config = draft.config
-    dtype = torch.bfloat16 if cfg.engine.precision is Precision.bfloat16 else torch.float32
-    head = ends.head[vocab.target_ids].to(device=device, dtype=dtype)
+    draft = new_draft(cfg.draft, facts, ends, vocab, cfg.ttt.depth)
     share = vocab.coverage(prepared.token_counts)
-    size, total = config.draft_vocab_size, config.vocab_size
+    size, total = len(vocab.target_ids), facts.vocab_size
     say(f"draft vocabulary: {size:,} of {total:,} tokens, {share:.1%} of the training labels")
-    kernel = choose_kernel(cfg.engine.attention, device, dtype, config.head_dim)
-    teacher = Distillation(cfg.loss.kind, head, ends.config)
-    module = TrainingTimeTest(draft, teacher, cfg.ttt, kernel, cfg.engine.recompute)
-    if cfg.engine.compile:
-        refuse_missing_compiler(device)
-        module.compile_parts()
-    return module.to(device)
-
-
-def refuse_missing_compiler(device: torch.device) -> None:
-    """torch.compile writes C++ for a CPU; without a compiler the first step would fail."""
-    if device.type == "cpu" and not any(map(shutil.which, ("g++", "c++", "clang++"))):
-        raise ConfigError(
-            "engine.compile=true: needs a C++ compiler on a CPU, and none is installed; install "
-            "g++, or take engine.compile=false"
-        )
+    dtype = torch.bfloat16 if cfg.engine.precision is Precision.bfloat16 else torch.float32
+    return trainee_for(cfg, draft, ends, device, dtype)
 
 
 def check_teacher(ends: VerifierEnds, source: ShardReader | OnlineStates) -> None:
@@ -284,6 +283,7 @@ def keep_best(folder: Path, engine: Engine, report: AcceptanceReport, ranks: Ran
 
 def describe(cfg: RunConfig, engine: Engine, loader: TrainLoader, start: int) -> None:
     source, verifier = loader.source, ""
+    kernel = getattr(engine.module, "kernel", None)  # where the draft attends
     if isinstance(source, OnlineStates):
         verifier = f" and {source.parameters:,} of the verifier"
     say(
@@ -291,6 +291,6 @@ def describe(cfg: RunConfig, engine: Engine, loader: TrainLoader, start: int) ->
         f"{cfg.ttt.depth}, {loader.total_steps} steps of {cfg.optim.packs_per_step} packs "
         f"({loader.steps_per_epoch} an epoch, a pack has {loader.samples_per_pack:.1f} samples), "
         f"ZeRO-{engine.stage} {cfg.engine.precision.value}"
-        + f", attention by {engine.module.kernel.name}"
+        + (f", attention by {kernel.name}" if kernel else "")
         + (f", resumed at step {start}" if start else "")
     )

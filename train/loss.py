@@ -7,21 +7,33 @@ gradient is made in the same pass. Nothing of size guesses x vocabulary is kept.
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 from conf.schema import LossKind
 from data.chains import Chains
 from data.records import TTTBatch
-from models.eagle3 import Eagle3Draft
 from models.verifier import scaled_logits
+from train.grade import NONE, Looked, Teacher, grade
 
-NONE = torch.empty(0)  # a field that the kind of loss at hand does not read
 CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a chunk: 32 MB in fp32 on a CPU
+ETA = 3.0  # of mix: how fast the agreement takes the weight from KL; the paper's for EAGLE-3
+
+
+class Guesser(Protocol):
+    """What the loss reads of a draft: its rows, and which of the verifier's tokens they are."""
+
+    @property
+    def lm_head(self) -> nn.Linear: ...  # [Vd, D]
+    @property
+    def t2d(self) -> Tensor: ...  # [V] bool
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor: ...
+    def to_draft_ids(self, target_ids: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -31,22 +43,6 @@ class Guesses:
     loss: Tensor  # [] weighted sum
     losses: Tensor  # [P] fp32, unweighted, no gradient
     hits: Tensor  # [P] bool: the draft's argmax is the verifier's over the full vocabulary
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The verifier's word on M targets, restricted to the draft vocabulary."""
-
-    ids: Tensor  # [M] the verifier's argmax, any id of the full vocabulary
-    probs: Tensor = NONE  # [M, Vd] kl: renormalised over the draft vocabulary; tv, lk: not
-    negentropy: Tensor = NONE  # [M] kl: sum of probs * log probs
-    draft_ids: Tensor = NONE  # [M] ce: the argmax as a draft id, where it has one
-    inside: Tensor = NONE  # [M] bool, ce: it has
-
-    def repeated(self, rows: Tensor) -> "Teacher":
-        """One row a guess in place of one a target: rows [P] -> P of them."""
-        known = {item.name: getattr(self, item.name) for item in fields(self)}
-        return Teacher(**{k: v if v is NONE else v[rows] for k, v in known.items()})
 
 
 class Distillation:
@@ -59,13 +55,33 @@ class Distillation:
         self.grade = grade
 
     def __call__(
-        self, draft: Eagle3Draft, batch: TTTBatch, steps: list[Tensor], weights: Tensor
+        self,
+        draft: Guesser,
+        batch: TTTBatch,
+        steps: list[Tensor],
+        weights: Tensor,
+        first: Guesses | None = None,
     ) -> Guesses:
-        """steps K x [R, D], what the head reads; weights [P] of the guesses' losses."""
-        known = Fused(self, draft, batch, weights, torch.is_grad_enabled())
+        """steps K x [R, D], what the head reads; weights [P] of the guesses' losses.
+
+        ``first``: what ``look`` said of them by tv, where that is known; mix reads it.
+        """
+        shares = NONE
+        if self.kind is LossKind.mix:
+            first = first or self.look(LossKind.tv, draft, batch, steps)
+            shares = kl_shares(1 - first.losses, batch.chains)
+        known = Fused(self, draft, batch, weights, shares, torch.is_grad_enabled())
         return Guesses(*_ChunkedLoss.apply(known, draft.lm_head.weight, *steps))
 
-    def teacher(self, batch: TTTBatch, targets: Tensor, draft: Eagle3Draft) -> Teacher:
+    @torch.no_grad()
+    def look(self, kind: LossKind, draft: Guesser, batch: TTTBatch, steps: list[Tensor]) -> Guesses:
+        """The guesses by another kind of loss, ahead of the one that is trained: the head once
+        more, which costs a third of the loss."""
+        other = Distillation(kind, self.head, self.config)
+        other.grade = self.grade
+        return other(draft, batch, steps, self.head.new_zeros(len(batch.chains.targets_of)))
+
+    def teacher(self, batch: TTTBatch, targets: Tensor, draft: Guesser) -> Teacher:
         """targets [M]: packed positions, at which the verifier's states give the distributions."""
         targets = targets if batch.asking is None else batch.asking[targets]
         ids = batch.argmax[targets]
@@ -73,11 +89,26 @@ class Distillation:
             return Teacher(ids, draft_ids=draft.to_draft_ids(ids), inside=draft.t2d[ids])
         last = batch.last[targets].to(self.head.dtype)  # [M, D]
         logits = scaled_logits(product(last, self.head.T), self.config)
-        if self.kind is LossKind.kl:
-            probs = logits.softmax(-1)
-            lse = logits.amax(-1) - probs.amax(-1).log()
-            return Teacher(ids, probs, torch.linalg.vecdot(probs, logits) - lse)
-        return Teacher(ids, logits.sub_(batch.lse[targets].to(logits.dtype)[:, None]).exp_())
+        whole = batch.lse[targets].to(logits.dtype)  # over the verifier's vocabulary
+        if self.kind in (LossKind.tv, LossKind.lk):
+            return Teacher(ids, logits.sub_(whole[:, None]).exp_())
+        probs = logits.softmax(-1)
+        lse = logits.amax(-1) - probs.amax(-1).log()
+        negentropy = torch.linalg.vecdot(probs, logits) - lse
+        mass = (lse - whole).exp() if self.kind is LossKind.mix else NONE
+        return Teacher(ids, probs, negentropy, mass)
+
+
+def kl_shares(overlaps: Tensor, chains: Chains) -> Tensor:
+    """overlaps [P] -> [P] what KL weighs in the mix of each guess, the same at one depth.
+
+    exp(-eta * alpha), alpha the mean overlap of a depth's guesses in the batch, not differentiated
+    (2602.23881, section 4.2): the more of a depth is accepted, the more counts the overlap itself.
+    """
+    totals = overlaps.new_zeros(2, len(chains.counts))
+    figures = torch.stack((overlaps, torch.ones_like(overlaps)))
+    sums, counts = totals.index_add_(1, chains.depths, figures)
+    return torch.exp(-ETA * sums / counts.clamp_min(1))[chains.depths]
 
 
 @dataclass(frozen=True)
@@ -85,9 +116,10 @@ class Fused:
     """What the fused function reads beside the states: nothing here gets a gradient."""
 
     distillation: Distillation
-    draft: Eagle3Draft
+    draft: Guesser
     batch: TTTBatch
-    weights: Tensor
+    weights: Tensor  # [P]
+    shares: Tensor  # [P] of mix
     trained: bool
 
 
@@ -132,6 +164,9 @@ class _ChunkedLoss(torch.autograd.Function):
             if not chunk.even:
                 teacher = teacher.repeated(chains.targets_of[chunk.guesses] - chunk.targets.start)
             found = room.look(rows, head, len(teacher.ids))
+            if known.shares is not NONE:
+                shares = known.shares[chunk.guesses].view(found.best.shape)
+                found = replace(found, shares=shares)
             right = draft.to_target_ids(found.best) == teacher.ids[:, None]
             hits[chunk.guesses] = right.flatten()
             graded = known.distillation.grade(known.distillation.kind, found, teacher)
@@ -162,15 +197,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What the draft says in one chunk: M targets with m guesses each."""
-
-    logits: Tensor  # [M, m, Vd]
-    probs: Tensor  # [M, m, Vd]
-    best: Tensor  # [M, m] argmax
-
-
-@dataclass(frozen=True)
 class Room:
     """Logits and probabilities of the largest chunk, used by all in turn.
 
@@ -193,41 +219,6 @@ class Room:
         torch.softmax(logits, -1, out=probs)
         shape = (targets, -1, len(head))
         return Looked(logits.view(shape), probs.view(shape), logits.argmax(-1).view(targets, -1))
-
-
-@dataclass(frozen=True)
-class Graded:
-    losses: Tensor  # [M, m]
-    of_logits: Tensor  # [M, m, Vd] gradient of each loss by its logits
-
-
-def grade(kind: LossKind, found: Looked, teacher: Teacher) -> Graded:
-    """m guesses a target against M teacher rows; ``found`` is used up.
-
-    kl: KL(target || draft) over the draft vocabulary. ce: the verifier's argmax; no loss where it
-    is outside the vocabulary. tv: 1 - sum min(target, draft); lk: -log of that sum; both with the
-    target's mass over the full vocabulary.
-    """
-    logits, probs, best = found.logits, found.probs, found.best[..., None]
-    lse = (logits.gather(-1, best) - probs.gather(-1, best).log()).squeeze(-1)
-    if kind is LossKind.kl:
-        wanted = teacher.probs[:, None]
-        losses = teacher.negentropy[:, None] - logits.mul_(wanted).sum(-1) + lse
-        return Graded(losses, probs.sub_(wanted))
-    if kind is LossKind.ce:
-        label = teacher.draft_ids[:, None, None].expand_as(best)
-        inside = teacher.inside[:, None]
-        losses = (lse - logits.gather(-1, label).squeeze(-1)) * inside
-        probs.scatter_add_(-1, label, torch.full_like(lse[..., None], -1.0))
-        return Graded(losses, probs.mul_(inside[..., None]))
-    wanted = teacher.probs[:, None]
-    overlap = torch.minimum(wanted, probs).sum(-1)
-    short = (probs < wanted).to(probs.dtype)  # tokens whose overlap the draft can still raise
-    of_logits = probs.mul_(torch.linalg.vecdot(probs, short)[..., None] - short)
-    if kind is LossKind.tv:
-        return Graded(1 - overlap, of_logits)
-    overlap = overlap.clamp_min(torch.finfo(overlap.dtype).tiny)
-    return Graded(-overlap.log(), of_logits.div_(overlap[..., None]))
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:

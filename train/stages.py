@@ -19,7 +19,7 @@ from conf.runtime import (
     say,
     write_atomically,
 )
-from conf.schema import CaptureMode, ConfigError, RunConfig, Stage
+from conf.schema import CaptureMode, ConfigError, DraftFamily, LayerInit, RunConfig, Stage
 from conf.settings import refuse_other_settings
 from data.capture import capture
 from data.capture_job import manifest_of
@@ -34,11 +34,15 @@ from data.sources import DataFile, digest
 from eval.chosen import choose_prompts
 from eval.main import evaluate, head_to_measure
 from models.draft_file import CONFIG
+from models.eagle3 import DraftConfig
 from models.export.write import export_run
+from models.last_layer import refuse_other_layer
+from models.model_folder import refuse_other_model
 from models.start import config_to_train
 from models.token_strings import refuse_other_tokens, save_tokens
 from models.verifier import load_facts, load_tokenizer
 from train.loop import curve_fingerprint, fit
+from train.phrases import count_phrases
 from train.stop import StopRequest
 
 
@@ -85,18 +89,29 @@ def run_in(folder: Path, cfg: RunConfig, ranks: RankInfo) -> None:
 
 
 def refuse_unfit_start(cfg: RunConfig) -> None:
-    """Raise ConfigError now, not after the capture, when draft.init cannot be what it is to be."""
+    """Raise ConfigError now, not after the capture, when the draft cannot start from what is
+    named: draft.init, or the verifier's last layer."""
     cache = cache_dir(cfg)
-    config_to_train(cfg.draft, load_facts(cfg.verifier, cache))
+    draft = config_to_train(cfg.draft, load_facts(cfg.verifier, cache), cfg.ttt.depth)
+    if cfg.draft.layer_init is LayerInit.verifier and isinstance(draft, DraftConfig):
+        refuse_other_layer(cfg.verifier, cache, draft)
     if cfg.draft.init is not None:
-        refuse_other_tokens(Path(cfg.draft.init), load_tokenizer(cfg.verifier, cache))
+        tokenizer = load_tokenizer(cfg.verifier, cache)
+        if cfg.draft.family is DraftFamily.model:
+            refuse_other_model(Path(cfg.draft.init), tokenizer)
+        refuse_other_tokens(Path(cfg.draft.init), tokenizer)
 
 
 def captured_once(
     cfg: RunConfig, prepared: PreparedData, ranks: RankInfo, needed: bool
 ) -> Path | None:
-    """The folder with the states. None when nothing asks for them, and with capture.mode=online."""
+    """The folder with the states. None when nothing asks for them, with capture.mode=online, and
+    for a family that reads none."""
     asked = Stage.capture in cfg.stages
+    if cfg.draft.family is DraftFamily.ngram:
+        if asked:
+            say("capture: skipped, draft.family=ngram reads no states")
+        return None
     if cfg.capture.mode is CaptureMode.online:
         if asked:
             say("capture: skipped, capture.mode=online computes the states when a step needs them")
@@ -109,6 +124,9 @@ def train_on(
 ) -> Path | None:
     """Train on the states in ``cached``, or with None on those that the verifier computes."""
     cache = cache_dir(cfg)
+    if cfg.draft.family is DraftFamily.ngram:
+        own_tokens(cfg, ranks)
+        return count_phrases(cfg, prepared, ranks)
     if cached is None:
         source = OnlineStates.load(cfg, prepared, ranks)
         agreement = source.agreement()
@@ -118,10 +136,19 @@ def train_on(
         source = ShardReader(cached, wanted)
         agreement = agreement_of(source.manifest)  # which capture has said
     require_agreement(cfg, agreement)
-    if ranks.is_main:  # not before: best/ makes the run folder that of these settings
-        save_tokens(run_dir(cfg) / "best", load_tokenizer(cfg.verifier, cache))
+    own_tokens(cfg, ranks)
     with StopRequest() as request:
         return fit(cfg, prepared, source, ranks, request)
+
+
+def own_tokens(cfg: RunConfig, ranks: RankInfo) -> None:
+    """Note the tokens beside the head to come. Not before nothing more can be refused: best/ makes
+    the run folder that of these settings."""
+    if ranks.is_main:
+        tokenizer = load_tokenizer(cfg.verifier, cache_dir(cfg))
+        save_tokens(run_dir(cfg) / "best", tokenizer)
+        if cfg.draft.family is DraftFamily.model:
+            tokenizer.save_pretrained(run_dir(cfg) / "best")  # a model's folder is whole by itself
 
 
 def evaluate_once(cfg: RunConfig, folder: Path, head: str, ranks: RankInfo) -> None:

@@ -12,7 +12,15 @@ One sample, row t (EAGLE-3, section 3.1; DESIGN of this house, index table):
 
 Gradients run through all steps. Rows that never carry loss give step-0 keys and nothing else, and
 a chain stops after its last supervised step (data/chains.py), so the cost follows the supervised
-rows and the result does not change. Shapes: T packed rows, R chains of a step, K steps, D width.
+rows and the result does not change. With further decoder layers the table holds in each of them,
+with keys of its own. At step 0 all rows run through all layers but the last, whose keys are made of
+what comes out there: the last layer alone is trimmed then. Later steps run chains in every layer.
+Shapes: T packed rows, R chains of a step, K steps, D width.
+
+With ttt.feed=own the token of step k is the draft's own likeliest one at row t of step k-1, as in
+serving; nothing is differentiated through the choice. The target stays the verifier's word after
+x[..t+1+k], so where a guess was wrong the chain is off its target's prefix: it is taught to come
+back to a text that it has left.
 """
 
 from dataclasses import dataclass
@@ -21,14 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conf.schema import TTTSection
+from conf.schema import Feed, TTTSection
 from data.chains import ChainStep, shifted
 from data.records import TTTBatch
 from models.attention import Kernel
 from models.eagle3 import DraftOutput, Eagle3Draft
 from models.marks import part
 from models.memory import TTTMemory
-from train.loss import Distillation, grade
+from train.loss import CHUNK_LOGITS, Distillation, grade
+from train.step_weights import look_for, step_weights
 
 
 @dataclass(frozen=True)
@@ -45,50 +54,75 @@ class TTTOutput:
 class Opening:
     """What the first step starts from, for all packed rows."""
 
-    hidden: Tensor  # [T, D] fused verifier states, the residual stream: fp32 or wider
+    hidden: Tensor  # [T, D] what enters the last layer at step 0: fp32 or wider
     tokens: Tensor  # [T] x[t+1]
-    memory: TTTMemory  # holds the step-0 keys
+    memories: list[TTTMemory]  # of each layer, with the step-0 keys
 
 
-def open_unroll(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel) -> Opening:
+def open_unroll(
+    draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, recompute: bool = False
+) -> Opening:
     """Fuse the verifier's states and make the keys of step 0, which every step sees."""
-    hidden = draft.fuse(batch.aux)
-    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    # The last row of a document is paired with a token of the next; no row that asks sees its key.
-    tokens = shifted(batch.input_ids, 1)
-    memory = TTTMemory(kernel)
-    draft.remember(draft.share_of(tokens, asks=False), hidden, batch.positions, memory)
-    return Opening(hidden, tokens, memory)
+    with part("keys"):
+        hidden = draft.fuse(batch.aux)
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))  # the residual stream
+        # The last row of a document is paired with a token of the next; no other row sees its key.
+        tokens = shifted(batch.input_ids, 1)
+        share = draft.share_of(tokens, asks=False)
+    memories = [TTTMemory(kernel, batch.chains.whole) for _ in draft.stack]
+    given = (share, hidden, batch.positions, memories)
+    if recompute and len(memories) > 1:  # keys alone are not worth it
+        hidden = checkpoint(draft.remember, *given, use_reentrant=False, preserve_rng_state=False)
+    else:
+        hidden = draft.remember(*given)
+    return Opening(hidden, tokens, memories)
 
 
 def unroll(
-    draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, recompute: bool = False
+    draft: Eagle3Draft,
+    batch: TTTBatch,
+    kernel: Kernel,
+    recompute: bool = False,
+    feed: Feed = Feed.data,
 ) -> list[Tensor]:
-    """Run the chains of ``batch`` on the data's tokens -> K times [R, D], what the head reads.
+    """Run the chains of ``batch`` -> K times [R, D], what the head reads.
 
     ``recompute``: keep a step's states and keys only, and compute its inside again in the backward.
     """
-    with part("keys"):
-        opening, chains = open_unroll(draft, batch, kernel), batch.chains
-    share = draft.share_of(opening.tokens[chains.near])
-    hidden, memory = opening.hidden.index_select(0, chains.steps[0].rows), opening.memory
+    opening, chains = open_unroll(draft, batch, kernel, recompute), batch.chains
+    hidden, memories = opening.hidden.index_select(0, chains.steps[0].rows), opening.memories
+    near = draft.share_of(opening.tokens[chains.near]) if feed is Feed.data else None
 
-    def advance(step: ChainStep, hidden: Tensor, memory: TTTMemory, known: bool) -> DraftOutput:
-        return draft(share.index_select(0, step.tokens), hidden, step.positions, memory, known)
+    def advance(
+        step: ChainStep, fed: Tensor, hidden: Tensor, memories: list[TTTMemory], known: bool
+    ) -> DraftOutput:
+        share = draft.share_of(fed) if near is None else near.index_select(0, fed)
+        return draft(share, hidden, step.positions, memories, known)
 
-    normed = []
+    normed: list[Tensor] = []
     for k, step in enumerate(chains.steps):
-        memory = memory.following(step.runs, step.kept)
+        memories = [memory.following(step.runs, step.kept) for memory in memories]
+        fed = step.tokens
+        if near is None:
+            fed = likeliest(draft, normed[-1]) if k else opening.tokens[step.rows]
+            fed = fed if step.kept is None else fed[step.kept]
         hidden = hidden if step.kept is None else hidden.index_select(0, step.kept)
+        given = (step, fed, hidden, memories, k == 0)
         if recompute:  # nothing is drawn at random
-            output = checkpoint(
-                advance, step, hidden, memory, k == 0, use_reentrant=False, preserve_rng_state=False
-            )
+            output = checkpoint(advance, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            output = advance(step, hidden, memory, k == 0)
+            output = advance(*given)
         hidden = output.hidden
         normed.append(output.normed)
     return normed
+
+
+@torch.no_grad()
+def likeliest(draft: Eagle3Draft, normed: Tensor) -> Tensor:
+    """normed [R, D] -> [R] target ids; the head in chunks, as in the loss."""
+    head = draft.lm_head.weight
+    chunks = normed.split(max(1, CHUNK_LOGITS[normed.device.type] // len(head)))
+    return draft.to_target_ids(torch.cat([(chunk @ head.T).argmax(-1) for chunk in chunks]))
 
 
 def unroll_own(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, depth: int) -> Tensor:
@@ -100,12 +134,12 @@ def unroll_own(draft: Eagle3Draft, batch: TTTBatch, kernel: Kernel, depth: int) 
     opening, step = open_unroll(draft, batch, kernel), batch.chains.steps[0]
     proposed = batch.input_ids.new_full((depth, len(batch.input_ids)), -1)
     share = draft.share_of(opening.tokens[step.rows])
-    hidden, memory = opening.hidden[step.rows], opening.memory
+    hidden, memories = opening.hidden[step.rows], opening.memories
     for k in range(depth):
-        memory = memory.following(step.runs, None)
-        output = draft(share, hidden, step.positions + k, memory, known=k == 0)
+        memories = [memory.following(step.runs, None) for memory in memories]
+        output = draft(share, hidden, step.positions + k, memories, known=k == 0)
         hidden = output.hidden
-        tokens = draft.to_target_ids(draft.logits(output.normed).argmax(-1))
+        tokens = likeliest(draft, output.normed)
         share = draft.share_of(tokens)
         proposed[k, step.rows] = tokens
     return proposed
@@ -132,7 +166,8 @@ class TrainingTimeTest(nn.Module):
     def compile_parts(self) -> None:
         """torch.compile what is elementwise around the products. Lengths vary without a limit, so
         rows are symbolic, and each part compiles for one row and for many."""
-        self.draft.midlayer.mlp.compile(dynamic=True)
+        for layer in self.draft.stack:
+            layer.mlp.compile(dynamic=True)
         self.distillation.grade = torch.compile(grade, dynamic=True)
 
     def forward(self, batch: TTTBatch, row_weights: Tensor | None, own: int = 0):
@@ -145,10 +180,12 @@ class TrainingTimeTest(nn.Module):
             return unroll_own(self.draft, batch, self.kernel, own)
         assert row_weights is not None
         chains = batch.chains
-        steps = unroll(self.draft, batch, self.kernel, self.recompute)
-        weights = row_weights[chains.documents] * self.ttt.decay ** chains.depths.to(row_weights)
+        steps = unroll(self.draft, batch, self.kernel, self.recompute, self.ttt.feed)
         with part("loss"):
-            guesses = self.distillation(self.draft, batch, steps, weights)
+            ahead = look_for(self.ttt.weights, self.distillation.kind)
+            first = ahead and self.distillation.look(ahead, self.draft, batch, steps)
+            weights = step_weights(self.ttt, chains, row_weights, first)
+            guesses = self.distillation(self.draft, batch, steps, weights, first)
         figures = torch.stack((guesses.losses, torch.ones_like(guesses.losses), guesses.hits))
         totals = figures.new_zeros(3, self.ttt.depth).index_add_(1, chains.depths, figures)
         return TTTOutput(guesses.loss, *totals)

@@ -83,7 +83,7 @@ def advise_on_report(report: EvalReport, question: Question, place: Place) -> Ad
     """From a report. Raises ConfigError for what must not be served, or is not measured."""
     check_question(question)
     weighed = Weighed.of(evidence_of_report(report, question))
-    family = family_of_report(against_floor(report, weighed))
+    family = family_of_report(against_floor(report, weighed), place.config)
     sizes = sorted({one.batch for one in report.costs} | {question.batch})
     others = [
         at_batch(Weighed.of(evidence_of_report(report, replace(question, batch=size))), question)

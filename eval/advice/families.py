@@ -7,6 +7,8 @@ greedy). They rank the families; none of them predicts a head of yours.
 from dataclasses import dataclass
 
 from eval.advice.question import Figures, Question, Stack
+from models.drafts import AnyConfig
+from models.medusa import MedusaConfig
 
 FROM_TRAINING = 60_000  # dialogues: the smallest set that a published head was trained on
 DEAR = 0.05  # Leviathan (2211.17192): useful draft models cost less a step
@@ -80,10 +82,13 @@ class FamilyAdvice:
     others: list[Family]  # that could be had in its place; none where a head exists
 
 
-def family_of_report(floor: str) -> FamilyAdvice:
-    """A report is of a head that exists: its own family; ``floor`` compares it with an n-gram."""
-    why = ["The report is of an EAGLE-3 head, and it is judged by what was measured of it.", floor]
-    return FamilyAdvice(EAGLE3, why, [])
+def family_of_report(floor: str, config: AnyConfig | None) -> FamilyAdvice:
+    """A report is of a draft that exists: its own family, EAGLE-3 where its folder is gone;
+    ``floor`` compares it with an n-gram."""
+    medusa = isinstance(config, MedusaConfig)
+    family, words = (MEDUSA, "Medusa heads") if medusa else (EAGLE3, "an EAGLE-3 head")
+    why = [f"The report is of {words}, and it is judged by what was measured of it.", floor]
+    return FamilyAdvice(family, why, [])
 
 
 def choose_family(figures: Figures, question: Question) -> FamilyAdvice:

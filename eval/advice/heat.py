@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from conf.schema import ConfigError
 from eval.advice.acceptance_mix import between, one_part
-from eval.advice.question import Accept
+from eval.advice.question import EXACT, Accept
 from eval.report import EvalReport
 
 PAYS = 1.05  # speed-ups below it are not worth a second model in service
@@ -56,13 +56,15 @@ class Gate:
 
 
 def readings_of(report: EvalReport, survival: list[float]) -> Heat:
-    """Every temperature of the report; ``survival`` is that of its own counters, lengthened."""
+    """Every temperature of the report at which a rule was exact; ``survival`` is that of its own
+    counters, lengthened."""
     own = report.settings.eval.temperature
     found = [
         Reading(own, report.settings.accept_rule, survival, f"counters at temperature {own:g}")
     ]
     for one in report.by_temperature:
-        if (one.temperature, one.rule) != (own, report.settings.accept_rule):
+        known = (one.temperature, one.rule) == (own, report.settings.accept_rule)
+        if one.rule in EXACT and not known:
             curve = one.counters.survival_by_depth
             source = f"counters at temperature {one.temperature:g}, rule {one.rule}"
             found.append(Reading(one.temperature, one.rule, curve, source))

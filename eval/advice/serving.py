@@ -13,13 +13,15 @@ from packaging.version import InvalidVersion, Version
 from conf.schema import ConfigError
 from conf.shapes import DynamicShape, parse_shape
 from eval.advice.candidates import Candidate
-from eval.advice.families import EAGLE3, Family
+from eval.advice.families import EAGLE3, MEDUSA, Family
 from eval.advice.question import Question, Stack
+from models.drafts import AnyConfig
 from models.eagle3 import DraftConfig
 
 READ = {Stack.vllm: "0.32.0", Stack.sglang: "0.5.23"}
 FIRST = {Stack.vllm: "0.8.5", Stack.sglang: "0.4.4"}  # with EAGLE-3
 DRAWN_DRAFTS = "0.21"  # vLLM: draft_sample_method; before it drafts are the argmax
+IN_THE_LOOP = (EAGLE3, MEDUSA)  # families that are trained here, measured, and exported
 NORMS = "0.22"  # vLLM: fc_norm and norm_output of a head
 
 
@@ -30,7 +32,7 @@ class Place:
     verifier: str
     head: str
     run: str
-    config: DraftConfig | None  # of the head, if its folder is there
+    config: AnyConfig | None  # of the head, if its folder is there
     export: str | None = None  # the command that writes ``head``; None where it is written
 
 
@@ -62,10 +64,13 @@ def version_of(question: Question) -> str:
 
 def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | None:
     """Why this stack cannot serve the head, in a sentence; None when it can."""
-    if stack is Stack.eyrie and family is not EAGLE3:
+    if stack is Stack.eyrie and family not in IN_THE_LOOP:
         return (
-            f"Eyrie's loop runs EAGLE-3 heads alone, and a {family.name} is advised: name a stack"
+            "Eyrie's loop runs EAGLE-3 and Medusa heads alone, and a "
+            f"{family.name} is advised: name a stack"
         )
+    if stack is Stack.sglang and not family.sglang:
+        return f"SGLang {version} serves no {family.name} heads: serve them with vLLM"
     if stack is Stack.eyrie or family is not EAGLE3:
         return None
     if Version(version) < Version(FIRST[stack]):
@@ -74,7 +79,7 @@ def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | N
             "EAGLE-1 or EAGLE-2 would need a head of their own, trained anew"
         )
     head = place.config
-    if head is None:
+    if not isinstance(head, DraftConfig):
         return None
     if stack is Stack.vllm and (head.fc_norm or head.norm_output) and older(version, NORMS):
         return (
@@ -84,6 +89,11 @@ def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | N
         return (
             "SGLang has no draft class that reads the head's qk_norm; serve it with vLLM, or train "
             "one with draft.qk_norm=false"
+        )
+    if stack is Stack.sglang and head.layers > 1:
+        return (
+            f"SGLang does not read the head's {head.layers} layers by their names; serve it with "
+            "vLLM, or train one with draft.layers=1"
         )
     if stack is Stack.sglang and (head.norm_before_residual or head.norm_before_fc):
         return (
@@ -110,7 +120,7 @@ def serve(question: Question, place: Place, family: Family, pick: Candidate, rul
         )
     else:
         line, notes = eyrie_line(place, pick, question), []
-    exported = family is EAGLE3 and question.stack is not Stack.eyrie
+    exported = family in IN_THE_LOOP and question.stack is not Stack.eyrie
     if exported and not place.config:
         notes.append(
             "The head's folder was not found, so its flags were not compared with the stack."
@@ -152,14 +162,19 @@ def vllm_line(
 ) -> tuple[str, list[str]]:
     config: dict[str, str | int] = {"method": family.vllm}
     notes = [f"Chains alone: no tree of guesses in vLLM {READ[Stack.vllm]}."]
-    if family is EAGLE3 and place.config and place.config.qk_norm:
+    if isinstance(place.config, DraftConfig) and place.config.qk_norm:
         notes.append("The head's qk_norm needs vLLM's pull request 43132.")
     if family.drafts_with_model:
         config["model"] = place.head
     config["num_speculative_tokens"] = depth
     if family.vllm == "ngram":
         config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    if rule == "rejection" and older(version, DRAWN_DRAFTS):
+    if rule == "rejection" and family is MEDUSA:
+        notes.append(
+            "vLLM's Medusa heads give their likeliest tokens at any temperature: acceptance is "
+            "that of argmax_draft, not of rejection; ask again with --accept argmax_draft."
+        )
+    elif rule == "rejection" and older(version, DRAWN_DRAFTS):
         notes.append(
             f"vLLM before {DRAWN_DRAFTS} drafts its argmax at any temperature: acceptance is that "
             "of argmax_draft, not of rejection; ask again with --accept argmax_draft."
@@ -196,7 +211,8 @@ def sglang_line(place: Place, family: Family, pick: Candidate, rule: str) -> tup
             "Rejection by drawn drafts came with SGLang's pull request 26312: a version without "
             "that option verifies one-hot; ask again with --accept argmax_draft."
         )
-    if place.config and (place.config.fc_norm or place.config.norm_output):
+    head = place.config
+    if isinstance(head, DraftConfig) and (head.fc_norm or head.norm_output):
         notes.append("The head's fc_norm or norm_output needs SGLang's pull request 24663.")
     return " ".join([*words, "--enable-metrics"]), notes
 

@@ -3,12 +3,19 @@
 from eval.measure import ExactRuns
 from eval.report import BeyondTraining, EvalReport
 from eval.tables import shown
+from eval.verify import LOSSY
 
 
 def list_warnings(report: EvalReport, exact: ExactRuns) -> list[str]:
     """One sentence each, in the order of their weight on the page."""
     data = report.data
-    found = [f"user turns not answered: {n} ({why})" for why, n in exact.skipped.items()]
+    rules = {report.settings.accept_rule, *(one.rule for one in report.by_temperature)}
+    found = [
+        f"accept rule {rule}: it changes what the verifier would say, so these acceptances and "
+        "speed-ups are of another text; take eval.rule=auto for figures that can be served"
+        for rule in sorted(rules & {one.value for one in LOSSY})
+    ]
+    found += [f"user turns not answered: {n} ({why})" for why, n in exact.skipped.items()]
     found += [f"prompt lines skipped: {n} ({why})" for why, n in data.prompts_skipped.items()]
     if report.beyond_training:
         found.append(too_far(report.beyond_training))

@@ -17,6 +17,7 @@ from data.template import encode_prompt
 from eval.decode import DecodeSettings
 from eval.proof.greedy_proof import Exam
 from models.draft_file import CONFIG
+from models.drafts import aux_layers_of as states_read
 from models.export.layout import CONFIG as PUBLISHED
 from models.generate import end_ids
 from models.heads import config_of, is_own, load_head
@@ -119,9 +120,10 @@ def settings_in(saved: Path, dispensable: bool) -> RunConfig:
 
 
 def aux_layers_of(head: Path, verifier: str, cache: Path) -> list[int]:
-    """The verifier layers whose states the head reads; a default where its files name none."""
+    """The verifier layers whose states the head reads; a default where its files name none, and
+    the first where it reads none."""
     any_layer = VerifierSection(path=verifier, aux_layers=[1])  # few layers have no default ids
-    return config_of(head, load_facts(any_layer, cache)).aux_layers
+    return states_read(config_of(head, load_facts(any_layer, cache))) or [1]
 
 
 def encode_first(

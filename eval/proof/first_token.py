@@ -14,14 +14,15 @@ from torch import Tensor
 
 from conf.runtime import progress
 from conf.shapes import parse_shape
+from eval.drafters.choose import drafter_for
 from eval.proof.chi_square import chi_square_p
 from eval.proof.wrong_rules import Control, Seen, judge_wrongly
 from eval.propose import Proposal, propose
 from eval.round_plan import RoundPlan
 from eval.rounds import judge_proposal
-from eval.sides import DraftDecoder, TargetDecoder
+from eval.sides import TargetDecoder
 from eval.verify import AcceptRule, Verdict, scatter_to_target
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.sampling import Dice, Sampling, SharedDice, probabilities
 from models.steps import Steps
 from models.verifier import Verifier
@@ -97,14 +98,13 @@ class FixedDraft:
 
 
 @torch.inference_mode()
-def sides_after(verifier: Verifier, draft: Eagle3Draft, prompt: list[int]) -> Sides:
+def sides_after(verifier: Verifier, draft: Draft, prompt: list[int]) -> Sides:
     """Both sides after ``prompt`` and the verifier's likeliest token, the root."""
     target = TargetDecoder(Steps(verifier), 1, len(prompt) + 1)
     ids = torch.tensor([prompt], device=verifier.device)
     target.root = target.prefill(ids, [len(prompt)]).argmax(-1)[:, None]
-    guesser = DraftDecoder(draft, 1, len(prompt), verifier.device)
-    text = torch.cat([ids[:, 1:], target.root], -1)
-    guesser.feed(text, target.states.aux, [len(prompt)])
+    guesser = drafter_for(draft, 1, len(prompt), verifier.device)
+    guesser.begin(ids, target.states, target.root, [len(prompt)])
     ranked = guesser.start()[0, 0].float().cpu()
     wanted = probabilities(target.step(), SAMPLING)[0].cpu()
     drawn = probabilities(ranked, SAMPLING)
@@ -178,7 +178,7 @@ def chance_of_control(sides: Sides, draws: int) -> float:
 
 
 def prove_first_token(
-    verifier: Verifier, draft: Eagle3Draft, prompts: Sequence[list[int]], draws: int = DRAWS
+    verifier: Verifier, draft: Draft, prompts: Sequence[list[int]], draws: int = DRAWS
 ) -> list[FirstToken]:
     """Every rule, and a wrong one that must fail, after the prompts where that one shows most.
 

@@ -19,7 +19,7 @@ from conf.shapes import Shape
 from eval.decode import DecodeSettings, decode
 from eval.generation import Generation
 from eval.proof.difference import Difference, compare
-from models.eagle3 import Eagle3Draft
+from models.drafts import Draft
 from models.kv import KVCache
 from models.verifier import Verifier
 
@@ -72,7 +72,7 @@ class Exam:
     """What is decoded, by whom."""
 
     verifier: Verifier
-    draft: Eagle3Draft
+    draft: Draft
     prompts: Sequence[list[int]]  # token ids
     settings: DecodeSettings
     refused: int = 0  # prompts that the chat template does not take

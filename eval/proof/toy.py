@@ -99,6 +99,8 @@ CONTROLS = (
     ToyCase(AcceptRule.tree_one_hot, WARM, TREE, control=Control.siblings_not_renormalised),
     ToyCase(DISTINCT, WARM, TREE, control=Control.draft_not_renormalised),
     ToyCase(DISTINCT, WARM, TREE, control=Control.no_tree_residual),
+    ToyCase(AcceptRule.typical, WARM, control=Control.typical),
+    ToyCase(AcceptRule.typical, NUCLEUS, TREE, control=Control.typical),
 )
 CASES = EXACT + CONTROLS
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eval.propose import Proposal
 from eval.tree_verify import Left, Tree, walk
+from eval.typical import accept_typical
 from eval.verify import (
     Verdict,
     accept_certain,
@@ -32,6 +33,7 @@ class Control(Enum):
     siblings_not_renormalised = "siblings_not_renormalised"  # r(x) = 0, the rest as it was
     draft_not_renormalised = "draft_not_renormalised"  # later draws tested with the whole draft
     no_tree_residual = "no_tree_residual"  # siblings tested against, and drawn from, the target
+    typical = "typical"  # Medusa's, which a person can choose as eval.rule
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def judge_wrongly(control: Control, seen: Seen, dice: Dice) -> Verdict:
         return walk(Tree(proposal, given(target), given(draft)), dice, None, judge_by_whole_draft)
     if control is Control.no_tree_residual:
         return walk(Tree(proposal, given(target), given(draft)), dice, None, judge_afresh)
+    if control is Control.typical:
+        return accept_typical(given(target), proposal)
     assert control is Control.top_k_with_ratio
     return walk(Tree(proposal, given(target), given(draft)), dice, None)
 

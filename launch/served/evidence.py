@@ -21,10 +21,10 @@ from launch.served.run import Asking, Question
 from models.bundled import resolve
 from models.draft_file import CONFIG as DRAFT
 from models.draft_file import WEIGHTS as DRAFT_WEIGHTS
-from models.eagle3 import DraftConfig
+from models.draft_file import read_config as read_draft_config
 from models.export.check import check
 from models.export.dialect import read_config
-from models.export.layout import CONFIG, WEIGHTS
+from models.export.layout import CONFIG, WEIGHTS, HeadConfig
 from models.verifier import weights_fingerprint
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -39,7 +39,7 @@ class HeadSide:
     """The folder that the server reads the head from, beside the run's own head."""
 
     folder: Path
-    draft: DraftConfig  # the run's
+    draft: HeadConfig  # the run's
     findings: list[str]
     aux_layers: list[int] | None  # as vLLM reads the folder; None: its default
     foreign: list[str]  # tensors that are not the run's
@@ -71,12 +71,14 @@ def head_side(folder: Path, run: Path) -> HeadSide:
             f"{folder}: holds no exported head; write it with python -m launch.export {best} "
             "--to vllm, or name its folder by --head"
         )
-    source = read_config(folder)
+    draft, source = read_draft_config(best), read_config(folder)
+    if not isinstance(draft, HeadConfig):
+        raise ConfigError(f"{best}: no EAGLE head; give the folder of a run that trained one")
     inner = source.layer
     listed = source.top.get(AUX) or source.eagle.get(AUX)
     return HeadSide(
         folder=folder,
-        draft=DraftConfig.from_json((best / DRAFT).read_text()),
+        draft=draft,
         findings=check(folder),
         aux_layers=listed,
         foreign=foreign_tensors(folder / WEIGHTS, best / DRAFT_WEIGHTS),

@@ -20,6 +20,7 @@ import httpx
 from conf.runtime import ROOT, progress, say
 from conf.schema import ConfigError
 from data.vllm_engine import OURS
+from models.export.read_eagle1 import is_eagle1_folder
 
 MODULE = "vllm.entrypoints.openai.api_server"
 PATIENCE = 20.0  # seconds that it has to end once it is told to
@@ -46,7 +47,7 @@ class ServerPlan:
         words += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(self.length)]
         if self.head is not None:
             speculative = {
-                "method": "eagle3",
+                "method": "eagle" if is_eagle1_folder(self.head) else "eagle3",
                 "model": str(self.head),
                 "num_speculative_tokens": self.n_draft,
             }

@@ -7,8 +7,10 @@ from types import NoneType
 from typing import Any
 
 from conf.runtime import say
-from conf.schema import ConfigError, RunConfig
+from conf.schema import ConfigError, DraftFamily, RunConfig
+from models.eagle1 import Eagle1Config
 from models.eagle3 import DraftConfig
+from models.export.card_head import head_part, how_learnt
 from models.token_strings import FILE as TOKENS
 from models.verifier import weights_fingerprint
 
@@ -78,7 +80,9 @@ def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Pa
     ``head`` is a folder inside the run's, ``verifier`` the one with the weights. Raises
     ConfigError for a report that is not one.
     """
-    section, optim, ttt = cfg.verifier, cfg.optim, cfg.ttt
+    section, optim = cfg.verifier, cfg.optim
+    # EAGLE-1 is trained one step deep, and drafts as far as anyone has measured.
+    deepest = cfg.eval.n_draft if cfg.draft.family is DraftFamily.eagle1 else cfg.ttt.depth
     limit = "" if optim.max_steps is None else f", at most {optim.max_steps} steps"
     return CardFacts(
         verifier=section.path,
@@ -87,9 +91,7 @@ def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Pa
         verifier_fingerprint=weights_fingerprint(verifier),
         data=data or DataFacts(", ".join(cfg.data.path)),
         training=[
-            f"unroll depth {ttt.depth}, step weights {ttt.decay:g}^k, "
-            f"rows by {ttt.supervise.value}",
-            f"loss {cfg.loss.kind.value}, averaged by {cfg.loss.normalise.value}",
+            *how_learnt(cfg),
             f"AdamW, peak learning rate {optim.lr:g}, {optim.packs_per_step} packs of "
             f"{optim.micro_batch_tokens:,} tokens a step, "
             f"{optim.epochs:g} epochs{limit}",
@@ -98,7 +100,7 @@ def card_of_run(head: Path, cfg: RunConfig, data: DataFacts | None, verifier: Pa
             *([f"started from the weights of {cfg.draft.init}"] if cfg.draft.init else []),
         ],
         figures=read_figures(head),
-        draft_tokens=min(cfg.eval.n_draft, ttt.depth),
+        draft_tokens=min(cfg.eval.n_draft, deepest),
         licence=cfg.export.licence,
         revision=revision_of(verifier),
         tokens=head / TOKENS if (head / TOKENS).is_file() else None,
@@ -173,73 +175,61 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a report ({error}); run its stage again") from error
 
 
-def write_card(card: CardFacts, draft: DraftConfig, commands: list[str]) -> str:
+@dataclass(frozen=True)
+class Subject:
+    """What a card is about, and what only this family says."""
+
+    tag: str
+    title: str  # before the verifier's name
+    opening: list[str]
+    about: dict[str, list[str]]  # lines by the title of their section
+    limits: list[str] = field(default_factory=lambda: LIMITS)  # what it is not
+
+
+def write_card(card: CardFacts, draft: DraftConfig | Eagle1Config, commands: list[str]) -> str:
     """The text of README.md for a head that ``commands`` serve."""
+    version = 1 if isinstance(draft, Eagle1Config) else 3
+    opening = [
+        f"A draft head for speculative decoding: it guesses tokens that `{card.verifier}` then",
+        "verifies, so that several tokens come out of one verifier step and the text stays the",
+        "verifier's own. Made with Eyrie.",
+    ]
+    about = {"Verifier": verifier_part(card, draft), "Head": head_part(draft)}
+    title = f"EAGLE-{version} draft head"
+    return written(card, Subject(f"eagle{version}", title, opening, about), commands)
+
+
+def written(card: CardFacts, subject: Subject, commands: list[str]) -> str:
+    """README.md: what every family's card says, around what its subject does."""
+    sections = {
+        "Serve": ["```bash", *commands, "```"],
+        **subject.about,
+        "Training": training_part(card),
+        "Figures": figures_part(card.figures),
+        "What it is not": subject.limits,
+    }
     name = card.verifier.rstrip("/").rpartition("/")[2]
-    return "\n".join(
-        [
-            *front_matter(card),
-            f"# EAGLE-3 draft head for {name}",
-            "",
-            f"A draft head for speculative decoding: it guesses tokens that `{card.verifier}` then",
-            "verifies, so that several tokens come out of one verifier step and the text stays the",
-            "verifier's own. Made with Eyrie.",
-            "",
-            "## Serve",
-            "",
-            "```bash",
-            *commands,
-            "```",
-            "",
-            "## Verifier",
-            "",
-            *verifier_part(card, draft),
-            "",
-            "## Head",
-            "",
-            *head_part(draft),
-            "",
-            "## Training",
-            "",
-            *training_part(card),
-            "",
-            "## Figures",
-            "",
-            *figures_part(card.figures),
-            "",
-            "## What it is not",
-            "",
-            *LIMITS,
-            "",
-        ]
-    )
+    lines = [*front_matter(card, subject.tag), f"# {subject.title} for {name}", ""]
+    lines += subject.opening
+    for title, body in sections.items():
+        lines += ["", f"## {title}", "", *body]
+    return "\n".join([*lines, ""])
 
 
-def front_matter(card: CardFacts) -> list[str]:
+def front_matter(card: CardFacts, kind: str = "eagle3") -> list[str]:
     hub_name = card.served_verifier.count("/") == 1 and card.served_verifier[0] not in "./~"
     base = [f"base_model: {card.served_verifier}"] if hub_name else []
-    tags = "tags: [eagle3, speculative-decoding, draft-head]"
+    tags = f"tags: [{kind}, speculative-decoding, draft-head]"
     return ["---", *base, f"license: {card.licence or 'unknown'}", tags, "---", ""]
 
 
-def verifier_part(card: CardFacts, draft: DraftConfig) -> list[str]:
+def verifier_part(card: CardFacts, draft: DraftConfig | Eagle1Config) -> list[str]:
     ids = ", ".join(map(str, draft.aux_layers))
     return [
         f"- `{card.verifier}`, revision {card.revision or 'not recorded'}, weights fingerprint "
         f"{card.verifier_fingerprint or 'not recorded'}",
         f"- states captured in {card.verifier_dtype}, after {ids} decoder layers",
         f"- width {draft.hidden_size}, {draft.vocab_size:,} tokens",
-    ]
-
-
-def head_part(draft: DraftConfig) -> list[str]:
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-    switches = ", ".join(f"{flag} {str(getattr(draft, flag)).lower()}" for flag in flags)
-    return [
-        f"- one decoder layer: {draft.num_heads} heads of {draft.head_dim} over "
-        f"{draft.num_kv_heads} key-value heads, MLP {draft.intermediate_size}",
-        f"- draft vocabulary {draft.draft_vocab_size:,} of {draft.vocab_size:,} tokens, own head",
-        f"- positions up to {draft.max_positions:,}; {switches}",
     ]
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from conf.schema import Precision
-from models.draft_limits import LARGEST, misfits, rope_faults
-from models.eagle3 import DraftConfig
+from conf.schema import MOST_LAYERS, Precision
+from models.draft_limits import LARGEST, SIZES, misfits, rope_faults
 from models.export.check_tensors import numbers, tensors, vocabulary
 from models.export.check_verifier import against_verifier
 from models.export.dialect import LLAMA_EPS, LLAMA_LIMIT
 from models.export.dialect_rope import LLAMA_THETA
+from models.export.eagle1 import EAGLE1, is_eagle1
 from models.export.engines import layout_of
 from models.export.layout import (
     ABSENT,
@@ -24,8 +24,8 @@ from models.export.layout import (
     NORM_FLAGS,
     STORED,
     WEIGHTS,
+    HeadConfig,
     Layout,
-    draft_of,
     expected_tensors,
     fields_of,
     setting_of,
@@ -35,16 +35,7 @@ from models.export.speculators import SPECULATORS
 from models.export.vllm import VLLM
 
 NEEDED = {"hidden_size", "intermediate_size", "num_heads", "vocab_size"}  # no default stands in
-POSITIVE = (
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "draft_vocab_size",
-    "max_positions",
-)
+POSITIVE = dict.fromkeys((*SIZES, "max_positions"), 2**31) | {"layers": MOST_LAYERS}
 
 
 def check(folder: Path, verifier: Path | None = None, layout: Layout | None = None) -> list[str]:
@@ -57,13 +48,15 @@ def check(folder: Path, verifier: Path | None = None, layout: Layout | None = No
     config, findings = read_config(folder)
     if findings:
         return findings
+    if layout is not None and is_eagle1(config) and layout.format is not EAGLE1.format:
+        return [f"{CONFIG}: architectures: an EAGLE-1 head, which {layout.engine} is not given"]
     layout = layout_for(config, layout)
     found = fields_of(config, layout)
     wrong, missing = [*kinds(found, layout)], [n for n, v in found.items() if v is ABSENT]
     findings += [*absent(config, missing, layout), *wrong]
     if wrong or set(missing) & NEEDED:
         return findings
-    draft = draft_of(assumed(config, found, layout))
+    draft = layout.draft_of(assumed(config, found, layout))
     findings += [f"{CONFIG}: {words}" for words in layout.refusals(draft)]
     said = tuple(f"{CONFIG}: {layout.keys[name]} missing;" for name in missing)
     findings += [one for one in keys(config, draft, layout) if not one.startswith(said)]
@@ -81,9 +74,10 @@ def check(folder: Path, verifier: Path | None = None, layout: Layout | None = No
 
 
 def layout_for(config: dict[str, Any], wanted: Layout | None) -> Layout:
-    """The engine's own, but for vLLM, which reads speculators' folders as they are."""
+    """The engine's own, but for vLLM, which reads EAGLE-1's and speculators' as they are."""
     written = layout_of(config)
-    return written if wanted is None or (wanted is VLLM and written is SPECULATORS) else wanted
+    read_too = wanted is VLLM and written in (EAGLE1, SPECULATORS)
+    return written if wanted is None or read_too else wanted
 
 
 def dtype_of(config: dict[str, Any], layout: Layout) -> Precision | None:
@@ -125,8 +119,8 @@ def kinds(found: dict[str, Any], layout: Layout) -> Iterator[str]:
         return f"{CONFIG}: {layout.keys[name]}={found[name]!r}"
 
     there = {name for name, value in found.items() if value is not ABSENT}
-    for name in POSITIVE:
-        if name in there and (type(found[name]) is not int or not 1 <= found[name] <= 2**31):
+    for name, most in POSITIVE.items():
+        if name in there and (type(found[name]) is not int or not 1 <= found[name] <= most):
             yield f"{named(name)}: must be an integer of at least 1, and possible"
     for flag in NORM_FLAGS:
         if flag in there and type(found[flag]) is not bool:
@@ -160,6 +154,7 @@ def assumed(config: dict[str, Any], found: dict[str, Any], layout: Layout) -> di
         "rope": {"rope_type": "default", "rope_theta": theta},
         "aux_layers": plain or [*range(1, 1 + (count if type(count) is int else 3))],
         "qk_norm": "llama",
+        "layers": 1,
         **dict.fromkeys(NORM_FLAGS, False),
         **({"norm_before_residual": True} if layout is SPECULATORS else {}),
     }
@@ -182,7 +177,7 @@ def rope(parameters: object, head_dim: int) -> Iterator[str]:
         )
 
 
-def keys(config: dict[str, Any], draft: DraftConfig, layout: Layout) -> Iterator[str]:
+def keys(config: dict[str, Any], draft: HeadConfig, layout: Layout) -> Iterator[str]:
     """Every other key follows from those: compare with what export would write."""
     yield from (f"{CONFIG}: {misfit}" for misfit in misfits(draft))
     setting = setting_of(config, layout)

@@ -1,17 +1,18 @@
 """The tensors of an EAGLE-3 folder against the exact set that its layout asks for."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.eagle3 import DraftConfig
 from models.export.layout import (
     EMBEDDING,
     MIDLAYER,
     NUMBERED,
     WEIGHTS,
+    HeadConfig,
     Layout,
     TensorSpec,
     respell,
@@ -21,7 +22,7 @@ OFFSETS = {"I64": torch.int64, "I32": torch.int32}
 
 
 def tensors(
-    file: Any, draft: DraftConfig, layout: Layout, expected: dict[str, TensorSpec]
+    file: Any, draft: HeadConfig, layout: Layout, expected: dict[str, TensorSpec]
 ) -> Iterator[str]:
     """Names, shapes and dtypes against the exact set; the embedding alone may be optional."""
     if (file.metadata() or {}).get("format") != "pt":
@@ -52,6 +53,8 @@ def tensors(
 
 def reason(name: str, layout: Layout) -> str:
     """What an unknown tensor would do, where it is known."""
+    if layout.last_alone and not name.endswith(".bias"):
+        return "; vLLM stops there: this head has no norm before or behind its layer, and no rows"
     if name.endswith(".bias"):
         return f"; {layout.engine} has no bias there, and vLLM drops one without a word"
     if name.startswith("input_norm."):
@@ -60,6 +63,8 @@ def reason(name: str, layout: Layout) -> str:
         return "; fc_norm is false, or there are fewer aux layers"
     if name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
         return "; model_type names a draft class that norms neither query nor key"
+    if re.match(r"layers\.[1-9]\d*\.", name):
+        return "; num_hidden_layers names fewer layers, or it is no tensor of a Llama layer"
     if name.startswith("model."):
         return "; names carry no model. prefix"
     if name == "t2d" and not layout.membership:
@@ -67,10 +72,10 @@ def reason(name: str, layout: Layout) -> str:
     if name in ("d2t", "t2d"):
         return "; draft_vocab_size equals vocab_size, so there is no map"
     spellings = f"{MIDLAYER} or {NUMBERED}" if layout.both_spellings else layout.layer
-    return f"; the layer's tensors begin with {spellings}"
+    return f"; the first layer's tensors begin with {spellings}"
 
 
-def vocabulary(file: Any, draft: DraftConfig, layout: Layout) -> Iterator[str]:
+def vocabulary(file: Any, draft: HeadConfig, layout: Layout) -> Iterator[str]:
     """d2t must hold offsets that reach ascending, unique verifier ids, those that t2d marks."""
     size, total = draft.draft_vocab_size, draft.vocab_size
     if size >= total or "d2t" not in file.keys():  # noqa: SIM118  a file, not a dict
@@ -113,7 +118,11 @@ def marked(file: Any, total: int) -> Tensor | None:
 
 def numbers(file: Any) -> Iterator[str]:
     for name in sorted(file.keys()):
-        tensor = file.get_tensor(name)
+        yield from numbers_of({name: file.get_tensor(name)})
+
+
+def numbers_of(tensors: dict[str, Tensor]) -> Iterator[str]:
+    for name, tensor in sorted(tensors.items()):
         if tensor.is_floating_point():
             bad = int((~torch.isfinite(tensor.float())).sum())
             if bad:

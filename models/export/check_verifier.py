@@ -10,14 +10,13 @@ from safetensors import safe_open
 
 from conf.runtime import say
 from conf.schema import ConfigError
-from models.eagle3 import DraftConfig
-from models.export.layout import CONFIG, EMBEDDING, ORIGIN, WEIGHTS, Layout
+from models.export.layout import CONFIG, EMBEDDING, ORIGIN, WEIGHTS, HeadConfig, Layout
 from models.token_strings import first_other, tokens_in
 from models.verifier import read_tensor, tensor_files, weights_fingerprint
 
 
 def against_verifier(
-    folder: Path, file: Any, draft: DraftConfig, layout: Layout, verifier: Path
+    folder: Path, file: Any, draft: HeadConfig, layout: Layout, verifier: Path
 ) -> Iterator[str]:
     """Sizes, layer ids, tokens and a stored embedding against the verifier's own files."""
     theirs = sizes_of(verifier)
@@ -29,6 +28,8 @@ def against_verifier(
         yield f"{CONFIG}: {aux}={draft.aux_layers}: the verifier has {layers} layers"
     elif draft.aux_layers[-1] == layers and not layout.last_stream:
         yield f"{CONFIG}: {aux}={draft.aux_layers}: {layout.engine} takes ids below {layers} alone"
+    if layout.last_alone and draft.aux_layers != [layers]:
+        yield f"{CONFIG}: {aux}={draft.aux_layers}: must be [{layers}], the verifier's last layer"
     if draft.max_positions < theirs.get("max_position_embeddings", 0):
         say(
             f"{layout.keys['max_positions']}={draft.max_positions} is below the verifier's "

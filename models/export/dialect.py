@@ -96,6 +96,7 @@ def described(folder: Path, facts: VerifierFacts) -> Described:
         rope=rope_of(source.place, layer, head_dim, limit, source.assumed),
         **flags,
         qk_norm=norms_query_and_key(source),
+        layers=source.size("num_hidden_layers", 1),
     )
     for fault in faults(draft):
         raise ConfigError(f"{source.place}: {fault}; give a folder as it was published")

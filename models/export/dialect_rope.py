@@ -57,7 +57,7 @@ def spelt(place: str, key: str, value: object) -> dict[str, Any]:
     table = table_for_llama(value) if isinstance(value, dict) else None
     if table is None:
         raise ConfigError(
-            f"{place}: {key}={json.dumps(value)}: must be one rotary table; a draft has one layer"
+            f"{place}: {key}={json.dumps(value)}: must be one rotary table, of all layers"
         )
     kept = {name: entry for name, entry in table.items() if entry is not None}
     named = kept.get("rope_type", "default")

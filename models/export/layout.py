@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import ConfigError, ExportFormat, Precision
+from models.eagle1 import Eagle1Config
 from models.eagle3 import DraftConfig
 from models.export.card import CardFacts
 from models.facts import VerifierFacts
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 ORIGIN = "eyrie.json"  # what the head was made from; no engine reads it
-MIDLAYER, NUMBERED = "midlayer.", "layers.0."  # two spellings of the one decoder layer
+MIDLAYER, NUMBERED = "midlayer.", "layers.0."  # two spellings of the first decoder layer
 EMBEDDING = "embed_tokens.weight"  # left out where the engine then shares the verifier's
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 STORED = {Precision.float32: "F32", Precision.bfloat16: "BF16"}  # safetensors' names
 ABSENT = object()
+HeadConfig = DraftConfig | Eagle1Config  # of the families that are written by a layout
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,18 @@ class Layout:
     engine: str  # as its makers write it
     keys: dict[str, str]  # field of DraftConfig -> where config.json holds it
     setting_keys: dict[str, str]  # field of Setting -> the same
-    config_for: Callable[[DraftConfig, Setting], dict[str, Any]]
-    refusals: Callable[[DraftConfig], Iterator[str]]  # what the engine would run otherwise
-    serve: Callable[[CardFacts, DraftConfig, Path], list[str]]  # lines for a shell
+    config_for: Callable[[Any, Setting], dict[str, Any]]  # Any: its family's config
+    refusals: Callable[[Any], Iterator[str]]  # what the engine would run otherwise
+    serve: Callable[[CardFacts, Any, Path], list[str]]  # lines for a shell
     layer: str = MIDLAYER
-    both_spellings: bool = True  # the layer's other prefix is read as well
+    both_spellings: bool = True  # the first layer's other prefix is read as well
     offsets: str = "I64"  # dtype of d2t
     membership: bool = True  # t2d is in the file, too
     embedding: bool = False  # and a copy of the verifier's, which the engine does not look up
     last_stream: bool = True  # the stream after the verifier's last layer can be an aux state
+    last_alone: bool = False  # and it is the only one
+    draft_of: Callable[[dict[str, Any]], HeadConfig] = lambda values: draft_of(values)
+    shapes: Callable[[Any], dict[str, tuple[int, ...]]] = lambda draft: weight_shapes(draft)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ PLAIN_KEYS = {  # DraftConfig field -> key, for every engine that reads one flat
     "rope": "rope_parameters",
     "aux_layers": "eagle_aux_hidden_state_layer_ids",
     "qk_norm": "model_type",  # qwen3 normalises query and key, llama does not
+    "layers": "num_hidden_layers",
     **{flag: flag for flag in NORM_FLAGS},
 }
 PLAIN_SETTING = {"dtype": "torch_dtype", "bos": "bos_token_id", "eos": "eos_token_id"}
@@ -109,13 +115,13 @@ def fields_of(config: dict[str, Any], layout: Layout) -> dict[str, Any]:
     return {name: value_at(config, path) for name, path in layout.keys.items()}
 
 
-def draft_config_of(config: dict[str, Any], layout: Layout) -> DraftConfig:
+def draft_config_of(config: dict[str, Any], layout: Layout) -> HeadConfig:
     """The head that a config.json describes. Raises ConfigError naming the missing keys."""
     values = fields_of(config, layout)
     missing = [layout.keys[name] for name, value in values.items() if value is ABSENT]
     if missing:
         raise ConfigError(f"{CONFIG}: {', '.join(missing)} missing; export the head again")
-    return draft_of(values)
+    return layout.draft_of(values)
 
 
 def draft_of(values: dict[str, Any]) -> DraftConfig:
@@ -130,7 +136,7 @@ def setting_of(config: dict[str, Any], layout: Layout) -> Setting:
 
 
 def expected_tensors(
-    draft: DraftConfig, layout: Layout, dtype: Precision | None
+    draft: HeadConfig, layout: Layout, dtype: Precision | None
 ) -> dict[str, TensorSpec]:
     """Name -> shape and dtype of every tensor in model.safetensors: no more, no less.
 
@@ -139,7 +145,7 @@ def expected_tensors(
     stored = STORED[dtype] if dtype else ""
     expected = {
         respell(name, layout.layer): TensorSpec(shape, stored)
-        for name, shape in weight_shapes(draft).items()
+        for name, shape in layout.shapes(draft).items()
     }
     if draft.draft_vocab_size < draft.vocab_size:  # with equal sizes vLLM refuses a d2t
         expected["d2t"] = TensorSpec((draft.draft_vocab_size,), layout.offsets)
@@ -152,34 +158,45 @@ def expected_tensors(
 
 def weight_shapes(draft: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every weight but the embedding, by the name that the head itself has for it."""
-    width, inner, count = draft.hidden_size, draft.intermediate_size, len(draft.aux_layers)
-    query, key = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    width, count = draft.hidden_size, len(draft.aux_layers)
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (width, count * width),
-        MIDLAYER + "input_layernorm.weight": (width,),
         MIDLAYER + "hidden_norm.weight": (width,),
-        MIDLAYER + "self_attn.q_proj.weight": (query, 2 * width),
-        MIDLAYER + "self_attn.k_proj.weight": (key, 2 * width),
-        MIDLAYER + "self_attn.v_proj.weight": (key, 2 * width),
-        MIDLAYER + "self_attn.o_proj.weight": (width, query),
-        MIDLAYER + "post_attention_layernorm.weight": (width,),
-        MIDLAYER + "mlp.gate_proj.weight": (inner, width),
-        MIDLAYER + "mlp.up_proj.weight": (inner, width),
-        MIDLAYER + "mlp.down_proj.weight": (width, inner),
+        **layer_shapes(draft, MIDLAYER, 2 * width),
         "norm.weight": (width,),
         "lm_head.weight": (draft.draft_vocab_size, width),
     }
+    for n in range(1, draft.layers):
+        shapes |= layer_shapes(draft, f"layers.{n}.", width)
     if draft.norm_before_fc:
         shapes["input_norm.weight"] = (count * width,)
     if draft.fc_norm:
         shapes.update({f"fc_norm.{i}.weight": (width,) for i in range(count)})
-    if draft.qk_norm:
-        shapes.update({f"{MIDLAYER}self_attn.{n}_norm.weight": (draft.head_dim,) for n in "qk"})
     return shapes
 
 
+def layer_shapes(draft: DraftConfig, prefix: str, read: int) -> dict[str, tuple[int, ...]]:
+    """Of a decoder layer whose attention reads vectors ``read`` wide."""
+    width, inner = draft.hidden_size, draft.intermediate_size
+    query, key = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (query, read),
+        "self_attn.k_proj.weight": (key, read),
+        "self_attn.v_proj.weight": (key, read),
+        "self_attn.o_proj.weight": (width, query),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    if draft.qk_norm:
+        shapes |= {f"self_attn.{n}_norm.weight": (draft.head_dim,) for n in "qk"}
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
 def respell(name: str, layer: str) -> str:
-    """``name`` with its layer's prefix spelt as ``layer``: engines differ, the tensor does not."""
+    """``name`` with the first layer's prefix spelt as ``layer``: engines differ in that alone."""
     for prefix in (MIDLAYER, NUMBERED):
         if name.startswith(prefix):
             return layer + name.removeprefix(prefix)

@@ -24,6 +24,8 @@ def refusals(draft: DraftConfig) -> Iterator[str]:
         yield "fc_norm is true, and llama.cpp's converter has no place for fc_norm.*.weight"
     if draft.qk_norm:
         yield "qk_norm is true, and llama.cpp's draft layer has no norm of query and key"
+    if draft.layers > 1:
+        yield f"layers={draft.layers}: llama.cpp's converter takes a head of one layer alone"
     if len(draft.aux_layers) != AUX_STATES:
         yield (
             f"aux_layers={draft.aux_layers}: llama.cpp's runtime takes exactly {AUX_STATES} aux "

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from conf.runtime import note_once
-from conf.schema import ConfigError
+from models.drafts import refuse_other_verifier
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.dialect import described
 from models.export.stored import completed, read_tensors, vocabulary
@@ -40,19 +40,3 @@ def read_vocabulary(folder: Path, draft: DraftConfig) -> DraftVocab:
     return DraftVocab.of_ids(
         vocabulary(read_tensors(folder), draft).sort().values, draft.vocab_size
     )
-
-
-def refuse_other_verifier(folder: Path, draft: DraftConfig, facts: VerifierFacts) -> None:
-    """Raise ConfigError unless the states and tokens are those that the head reads."""
-    if (draft.vocab_size, draft.hidden_size) != (facts.vocab_size, facts.hidden_size):
-        raise ConfigError(
-            f"{folder}: the head is for {draft.vocab_size} tokens of width {draft.hidden_size}, "
-            f"and the verifier has {facts.vocab_size} of width {facts.hidden_size}; give the "
-            "verifier it was trained on"
-        )
-    if draft.aux_layers != facts.aux_layers:
-        words = ",".join(map(str, draft.aux_layers))
-        raise ConfigError(
-            f"{folder}: the head reads the streams after {draft.aux_layers} layers, and the "
-            f"verifier gives those after {facts.aux_layers}; set verifier.aux_layers=[{words}]"
-        )

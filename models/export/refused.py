@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-ONE_LAYER = "give an EAGLE-3 head of one Llama layer"
+LLAMA_LAYERS = "give an EAGLE-3 head of Llama layers"
 # The library's names of layers that compute what a draft here does, biases apart.
 LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # qwen3 norms query and key, too
 QUANTISED = ("quantization_config", "compression_config")
@@ -26,13 +26,13 @@ def other_kinds(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
     kind = top.get("speculators_model_type", "eagle3")
     model = layer.get("model_type", "llama")
     if "medusa" in f"{names}{model}".lower() or "medusa_num_heads" in layer:
-        yield f"architectures={names}: a Medusa head; {ONE_LAYER}"
+        yield f"architectures={names}: a Medusa head; {LLAMA_LAYERS}"
     elif '"Eagle' in names and "Eagle3" not in names:
-        yield f"architectures={names}: an EAGLE-1 head; {ONE_LAYER}"
+        yield f"architectures={names}: an EAGLE-1 head; {LLAMA_LAYERS}"
     elif kind != "eagle3":
-        yield f"speculators_model_type={kind}: not eagle3; {ONE_LAYER}"
+        yield f"speculators_model_type={kind}: not eagle3; {LLAMA_LAYERS}"
     elif model not in LAYERS:
-        yield f"model_type={model}: its layer is none of {', '.join(LAYERS)}; {ONE_LAYER}"
+        yield f"model_type={model}: its layer is none of {', '.join(LAYERS)}; {LLAMA_LAYERS}"
     for key in PARALLEL:
         if any(part.get(key) is not None and part[key] is not False for part in (layer, top)):
             yield f"{key}: a head for parallel drafting, which fills places with mask_hidden; " + (
@@ -41,10 +41,8 @@ def other_kinds(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
 
 
 def other_sizes(top: dict[str, Any], layer: dict[str, Any]) -> Iterator[str]:
-    count, width = layer.get("num_hidden_layers", 1), layer.get("hidden_size")
+    width = layer.get("hidden_size")
     target = layer.get("target_hidden_size", top.get("target_hidden_size"))
-    if count != 1:
-        yield f"num_hidden_layers={count}: a head of more than one layer; {ONE_LAYER}"
     if target not in (None, width):
         yield (
             f"target_hidden_size={target}: differs from hidden_size={width}, and a draft here is "
@@ -62,10 +60,10 @@ def other_steps(layer: dict[str, Any], eagle: dict[str, Any]) -> Iterator[str]:
             "and a draft here sees all of it; give a head with full attention"
         )
     if act != "silu":
-        yield f"hidden_act={act}: must be silu; {ONE_LAYER}"
+        yield f"hidden_act={act}: must be silu; {LLAMA_LAYERS}"
     if scale not in (None, 1):
-        yield f"logit_scale={scale}: must be 1, logits are not scaled here; {ONE_LAYER}"
+        yield f"logit_scale={scale}: must be 1, logits are not scaled here; {LLAMA_LAYERS}"
     if eagle.get("use_aux_hidden_state") is False:
-        yield "eagle_config.use_aux_hidden_state=false: reads no states inside; " + ONE_LAYER
+        yield "eagle_config.use_aux_hidden_state=false: reads no states inside; " + LLAMA_LAYERS
     if eagle.get("next_layer_regular") is False or eagle.get("eh_proj_before_attn"):
-        yield "eagle_config: its layer is not EAGLE-3's; " + ONE_LAYER
+        yield "eagle_config: its layer is not EAGLE-3's; " + LLAMA_LAYERS

@@ -2,6 +2,8 @@
 
 SGLang takes layer ids from ``eagle_config`` alone, as layer outputs, and knows neither
 ``norm_before_residual`` nor ``norm_before_fc``: it would draft with another head, without a word.
+A layer after the first has its input norm as ``hidden_norm`` there, and in the source of 2025 all
+its tensors as ``additional_layers.*``; what it finds under other names it leaves out.
 """
 
 from collections.abc import Iterator
@@ -22,6 +24,11 @@ def refusals(draft: DraftConfig) -> Iterator[str]:
         yield "norm_before_fc is true, and SGLang drops input_norm.weight"
     if draft.qk_norm:
         yield "qk_norm is true, and SGLang's draft layer has no norm of query and key"
+    if draft.layers > 1:
+        yield (
+            f"layers={draft.layers}: SGLang has tensors of layers after the first under names of "
+            "its own, hidden_norm for input_layernorm, and drops ours"
+        )
 
 
 def serve(card: CardFacts, _draft: DraftConfig, folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ from conf.schema import ConfigError
 from models.eagle3 import DraftConfig
 from models.export.check_tensors import is_absolute
 from models.export.layout import EMBEDDING, MIDLAYER, NUMBERED, WEIGHTS
-from models.export.refused import ONE_LAYER
+from models.export.refused import LLAMA_LAYERS
 from models.verifier import VerifierEnds
 from models.vocab import DraftVocab
 
@@ -128,7 +128,7 @@ def other_layouts(tensors: dict[str, Tensor], config: DraftConfig) -> Iterator[s
     fused, normed = tensors.get("fc.weight"), f"{MIDLAYER}hidden_norm.weight" in tensors
     for name, tensor in tensors.items():
         if "medusa" in name or name.startswith("blocks."):
-            yield f"{name}: a Medusa head; {ONE_LAYER}"
+            yield f"{name}: a Medusa head; {LLAMA_LAYERS}"
         if name.endswith(".bias"):
             yield f"{name}: a bias, and a draft here has none; give a head without"
         if name == "mask_hidden":
@@ -139,7 +139,7 @@ def other_layouts(tensors: dict[str, Tensor], config: DraftConfig) -> Iterator[s
                 "float16, bfloat16 or float32"
             )
     if fused is not None and not normed and fused.shape[-1] == 2 * config.hidden_size:
-        yield f"fc.weight: of shape {tuple(fused.shape)}, an EAGLE-1 head; {ONE_LAYER}"
+        yield f"fc.weight: of shape {tuple(fused.shape)}, an EAGLE-1 head; {LLAMA_LAYERS}"
 
 
 def vocabulary(stored: Stored, config: DraftConfig) -> Tensor:
@@ -215,4 +215,6 @@ def reason(name: str) -> str:
         return "config.json does not set fc_norm=true, or there are fewer aux layers"
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return "config.json names a layer without norms of query and key"
-    return f"no tensor of an EAGLE-3 head as config.json describes it; {ONE_LAYER}"
+    if re.match(r"(additional_)?layers\.", name):
+        return "config.json names fewer layers, or SGLang spells it so; give a head as vLLM has it"
+    return f"no tensor of an EAGLE-3 head as config.json describes it; {LLAMA_LAYERS}"

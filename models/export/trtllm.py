@@ -1,6 +1,7 @@
 """TensorRT-LLM's EAGLE-3 head in the layout that ModelOpt exports. Read in source; not run.
 
-The layers to capture are a serving option there, not a field: the command names them.
+The layers to capture are a serving option there, not a field: the command names them. A draft of
+several layers is a list called ``midlayer`` (modeling_speculative.py), each with a ``hidden_norm``.
 """
 
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ def refusals(draft: DraftConfig) -> Iterator[str]:
         yield "norm_before_fc and fc_norm are both true, and TensorRT-LLM applies fc_norm alone"
     if draft.qk_norm:
         yield "qk_norm is true, and TensorRT-LLM's draft layer has no norm of query and key"
+    if draft.layers > 1:
+        yield (
+            f"layers={draft.layers}: TensorRT-LLM has several layers as midlayer.0, midlayer.1 and "
+            "so on, where ours are layers.0, layers.1"
+        )
 
 
 def serve(card: CardFacts, draft: DraftConfig, folder: Path) -> list[str]:

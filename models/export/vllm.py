@@ -15,14 +15,14 @@ LLAMA, QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 
 
 def layer_config(draft: DraftConfig) -> dict[str, Any]:
-    """The decoder layer, every key that the library's config class knows for it."""
+    """The decoder layers, every key that the library's config class knows for them."""
     rope = dict(draft.rope)
     kind = rope.setdefault("rope_type", "default")
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     window = {"use_sliding_window": False, "sliding_window": None} if draft.qk_norm else {}
     return {
         "model_type": "qwen3" if draft.qk_norm else "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": draft.layers,
         "hidden_size": draft.hidden_size,
         "intermediate_size": draft.intermediate_size,
         "num_attention_heads": draft.num_heads,

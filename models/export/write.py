@@ -1,23 +1,24 @@
 """Writes a head as a folder that an engine serves: whole, checked, or not at all."""
 
 import json
-import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conf.runtime import say, sync_folder
+from conf.runtime import say
 from conf.schema import ConfigError, Precision, RunConfig
 from models.bundled import resolve
-from models.draft_file import load_draft
+from models.draft_file import load_draft, read_config
+from models.eagle1 import Eagle1Config, Eagle1Draft
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.export.card import CardFacts, DataFacts, card_of_run, write_card
 from models.export.check import check
-from models.export.engines import LAYOUTS
+from models.export.engines import LAYOUTS, layout_for
+from models.export.folder import origin_of, put
 from models.export.layout import (
     CARD,
     CONFIG,
@@ -30,7 +31,14 @@ from models.export.layout import (
     expected_tensors,
     respell,
 )
+from models.export.medusa import serve_medusa
+from models.export.medusa_write import export_medusa
+from models.export.phrases import export_phrases
+from models.export.small_model import export_model, serve
 from models.export.vllm import VLLM
+from models.medusa import MedusaDraft
+from models.phrases import PhraseConfig, PhraseTable
+from models.small_model import SmallModel
 from models.token_strings import FILE as TOKENS
 from models.token_strings import refuse_other_tokens
 from models.verifier import VerifierFacts, load_ends, load_facts, load_tokenizer
@@ -59,19 +67,36 @@ def export_head(
     layout: Layout = VLLM,
 ) -> None:
     """Write the head in ``head`` to ``folder``, with the card of the run that ``cfg`` describes."""
+    found = read_config(head)
+    if isinstance(found, PhraseConfig):
+        export_phrases(found, folder, layout.format, cfg.eval.n_draft)
+        return
     cache = Path(cfg.run.cache)
     table = load_ends(cfg.verifier, cache, torch.float32).embedding if layout.embedding else None
     draft = load_draft(head, torch.device("cpu"), torch.float32, table)
-    refuse_other_tokens(head, load_tokenizer(cfg.verifier, cache))
+    assert not isinstance(draft, PhraseTable)  # as its config says
+    tokenizer = load_tokenizer(cfg.verifier, cache)
+    refuse_other_tokens(head, tokenizer)
     card = card_of_run(head, cfg, data, resolve(cfg.verifier.path, cache))
-    export(draft, load_facts(cfg.verifier, cache), folder, card, dtype, layout)
+    facts = load_facts(cfg.verifier, cache)
+    if isinstance(draft, MedusaDraft):
+        export_medusa(draft, facts, folder, card, dtype, layout.format)
+        lines = serve_medusa(card, draft.config, folder)
+    elif isinstance(draft, SmallModel):
+        card = replace(card, draft_tokens=cfg.eval.n_draft)  # one step trains any depth
+        export_model(draft, folder, card, dtype, layout.format, tokenizer)
+        lines = serve(card, folder)
+    else:
+        layout = layout_for(draft.config, layout)
+        export(draft, facts, folder, card, dtype, layout)
+        lines = layout.serve(card, draft.config, folder)
     say(f"{folder}: written and checked for {layout.engine} ({dtype.value}); serve it with")
-    for line in layout.serve(card, draft.config, folder):
+    for line in lines:
         say(line)
 
 
 def export(
-    draft: Eagle3Draft,
+    draft: Eagle3Draft | Eagle1Draft,
     facts: VerifierFacts,
     folder: Path,
     card: CardFacts,
@@ -85,44 +110,22 @@ def export(
     when the folder holds something else, or when the written files do not pass ``check``.
     """
     judge(draft.config, facts, layout)
-    refuse_foreign(folder)
-    place = folder.resolve()
-    temporary = place.with_name(f".{place.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
-    try:
-        temporary.mkdir(parents=True)
-        setting = Setting.of(facts, card, dtype)
-        write_files(draft, setting, temporary, layout)
-        (temporary / ORIGIN).write_text(origin_of(card), encoding="utf-8")
+
+    def fill(place: Path) -> list[str]:
+        write_files(draft, Setting.of(facts, card, dtype), place, layout)
+        (place / ORIGIN).write_text(origin_of(card), encoding="utf-8")
         if card.tokens is not None:
-            shutil.copyfile(card.tokens, temporary / TOKENS)
+            shutil.copyfile(card.tokens, place / TOKENS)
         text = write_card(card, draft.config, layout.serve(card, draft.config, folder))
-        (temporary / CARD).write_text(text, encoding="utf-8")
-        findings = check(temporary, layout=layout)
-        if findings:
-            raise ConfigError(f"{folder}: the head cannot be exported: {'; '.join(findings)}")
-        replace_folder(temporary, place)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{folder}: cannot be written ({error}); mend that or give another folder"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+        (place / CARD).write_text(text, encoding="utf-8")
+        return check(place, layout=layout)
+
+    return put(folder, fill)
 
 
-def origin_of(card: CardFacts) -> str:
-    """The verifier that the head learnt from, for ``check`` to compare with another."""
-    origin = {
-        "verifier": card.verifier,
-        "revision": card.revision,
-        "fingerprint": card.verifier_fingerprint,
-        "states": card.verifier_dtype,
-    }
-    return json.dumps(origin, indent=2) + "\n"
-
-
-def write_files(draft: Eagle3Draft, setting: Setting, folder: Path, layout: Layout) -> None:
+def write_files(
+    draft: Eagle3Draft | Eagle1Draft, setting: Setting, folder: Path, layout: Layout
+) -> None:
     tensors = tensors_of(draft, layout, Precision(setting.dtype))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(0o644)  # safetensors writes 0600; a server is another user
@@ -130,12 +133,15 @@ def write_files(draft: Eagle3Draft, setting: Setting, folder: Path, layout: Layo
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def tensors_of(draft: Eagle3Draft, layout: Layout, dtype: Precision) -> dict[str, Tensor]:
+def tensors_of(
+    draft: Eagle3Draft | Eagle1Draft, layout: Layout, dtype: Precision
+) -> dict[str, Tensor]:
     """The tensors of the layout, floating ones cast to ``dtype``, in memory of their own."""
     state = draft.state_dict()
     chosen = {}
     for name, spec in expected_tensors(draft.config, layout, dtype).items():
-        tensor = state[respell(name, MIDLAYER)].detach().cpu()
+        own = name if name in state else respell(name, MIDLAYER)
+        tensor = state[own].detach().cpu()
         kind = KINDS[spec.dtype or exact(tensor, dtype)]
         chosen[name] = tensor.to(kind, copy=True).contiguous()
     return chosen
@@ -147,7 +153,7 @@ def exact(table: Tensor, dtype: Precision) -> str:
     return STORED[dtype if same else Precision.float32]
 
 
-def judge(config: DraftConfig, facts: VerifierFacts, layout: Layout) -> None:
+def judge(config: DraftConfig | Eagle1Config, facts: VerifierFacts, layout: Layout) -> None:
     """Refuse a head of another verifier, or one that the engine would run as another; warn where
     serving would be worse than training."""
     for words in layout.refusals(config):
@@ -171,28 +177,3 @@ def judge(config: DraftConfig, facts: VerifierFacts, layout: Layout) -> None:
             f"warning: the head's position limit {config.max_positions} is below the verifier's "
             f"{facts.max_positions}: acceptance beyond it is untested (draft.max_positions)"
         )
-
-
-def refuse_foreign(folder: Path) -> None:
-    """An export replaces an export or an empty folder, never anything else."""
-    if folder.exists() and not folder.is_dir():  # a device, too: /dev/null would be replaced
-        raise ConfigError(f"{folder}: is no folder; give a folder to write to")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    if not (folder / ORIGIN).is_file() or not (folder / CONFIG).is_file():
-        raise ConfigError(f"{folder}: holds something else than an export; give another folder")
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """Put ``new`` in the place of ``folder``; at every moment one of the two is whole on disk."""
-    for path in new.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(new)
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

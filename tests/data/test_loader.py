@@ -347,3 +347,17 @@ def test_on_device_moves_all_and_converts_states_only(reader: ShardReader):
         value = getattr(away, part.name)
         assert not isinstance(value, Tensor) or value.device.type == "meta", part.name
     assert away.chains.targets.device.type == away.chains.steps[1].rows.device.type == "meta"
+
+
+def test_what_a_step_draws_follows_from_the_step_and_the_pack_alone(reader: ShardReader):
+    """Not from the rank that has the pack, nor from the step at which a run began."""
+    alone = [[b.draw for b in window.batches] for window in loader_of(reader).windows()]
+    later = [[b.draw for b in window.batches] for window in loader_of(reader).windows(2)]
+    assert alone[2:] == later
+    flat = [draw for step in alone for draw in step]
+    assert len(set(flat)) == len(flat) > 4
+    pair = [[w.batches[0].draw for w in loader_of(reader, rank, 2).windows()] for rank in (0, 1)]
+    assert [list(step) for step in zip(*pair, strict=True)] == [
+        step if len(step) == 2 else [step[0], other]
+        for step, other in zip(alone, pair[1], strict=True)
+    ]

@@ -37,12 +37,12 @@ class ScriptedDraft(Eagle3Draft):
         return super().fuse(aux)
 
     def forward(
-        self, share: Tensor, hidden: Tensor, positions: Tensor, memory, known: bool = False
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memories, known: bool = False
     ) -> DraftOutput:
         self.row = int(positions[0, -1])
         assert self.row < self.config.max_positions, "a draft position beyond its limit"
         self.depth += 1
-        return super().forward(share, hidden, positions, memory, known)
+        return super().forward(share, hidden, positions, memories, known)
 
     def logits(self, normed: Tensor) -> Tensor:
         if self.depth == 0:
@@ -81,9 +81,9 @@ class BigramDraft(Eagle3Draft):
         return super().share_of(tokens, asks)
 
     def forward(
-        self, share: Tensor, hidden: Tensor, positions: Tensor, memory, known: bool = False
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memories, known: bool = False
     ) -> DraftOutput:
-        output = super().forward(share, hidden, positions, memory, known)
+        output = super().forward(share, hidden, positions, memories, known)
         normed = output.normed.clone()
         normed[..., 0] = self.tokens
         return DraftOutput(output.hidden, normed)
@@ -110,15 +110,18 @@ def verifier(section: VerifierSection, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def make_draft(verifier: Verifier, section: VerifierSection, tmp_path: Path):
     """Build a random head: make_draft(vocab_size=..., max_positions=..., kind=ScriptedDraft,
-    qk_norm=...)."""
+    qk_norm=..., layers=...)."""
 
     def make(
         vocab_size: int | str = FULL,
         max_positions: int | None = None,
         kind: type[Eagle3Draft] = Eagle3Draft,
         qk_norm: bool = False,
+        layers: int = 1,
     ) -> Eagle3Draft:
-        options = DraftSection(vocab_size=vocab_size, max_positions=max_positions, qk_norm=qk_norm)
+        options = DraftSection(
+            vocab_size=vocab_size, max_positions=max_positions, qk_norm=qk_norm, layers=layers
+        )
         config = DraftConfig.of(options, verifier.facts)
         counts = torch.arange(verifier.facts.vocab_size) % 5
         torch.manual_seed(1)
@@ -134,10 +137,13 @@ def make_draft(verifier: Verifier, section: VerifierSection, tmp_path: Path):
 
 @pytest.fixture
 def follow(verifier: Verifier, make_draft):
-    """follow(prompt, settings, script) -> a scripted draft for that prompt's greedy text."""
+    """follow(prompt, settings, script, layers=...) -> a scripted draft for that prompt's greedy
+    text."""
 
-    def build(prompt: list[int], settings: DecodeSettings, script: Script) -> ScriptedDraft:
-        draft = make_draft(kind=ScriptedDraft)
+    def build(
+        prompt: list[int], settings: DecodeSettings, script: Script, layers: int = 1
+    ) -> ScriptedDraft:
+        draft = make_draft(kind=ScriptedDraft, layers=layers)
         return draft.follow(greedy_text(verifier, prompt, settings), script)
 
     return build

@@ -12,7 +12,8 @@ from conf.shapes import chain
 from eval.acceptance import Counters, count_hits, report_acceptance, total, walk
 from eval.decode import DecodeSettings, decode
 from eval.generation import Round
-from eval.ngram import NgramTable
+from eval.ngram import floor_config, table_hits, table_walk
+from models.phrases import PhraseTable
 from models.verifier import Verifier
 
 PROMPT = [1, 40, 41, 42, 43, 90, 3]
@@ -130,8 +131,12 @@ def test_walk_counts_what_the_live_loop_counts(
     assert 0 <= walked.accepted - without_tail.accepted < N
 
 
+def counted(order: int, texts: list[list[int]]) -> PhraseTable:
+    return PhraseTable.counted(replace(floor_config(16), order=order), texts)
+
+
 def test_ngram_by_hand():
-    table = NgramTable(order=3).fit([[1, 2, 3, 1, 2, 4, 1, 2, 4], [5, 2, 9]])
+    table = counted(3, [[1, 2, 3, 1, 2, 4, 1, 2, 4], [5, 2, 9]])
     assert table.guess([1, 2]) == 4  # after (1, 2): 3 once, 4 twice
     assert table.guess([7, 7, 1, 2]) == 4  # only the last two tokens count
     assert table.guess([5, 2]) == 9
@@ -141,24 +146,24 @@ def test_ngram_by_hand():
 
 
 def test_ngram_ties_go_to_the_smallest_id():
-    table = NgramTable().fit([[1, 9], [1, 4], [1, 7]])
+    table = counted(4, [[1, 9], [1, 4], [1, 7]])
     assert table.guess([1]) == 4
     assert table.guess([2]) == 1  # 1 is seen three times
 
 
 def test_ngram_hits_are_made_on_its_own_guesses():
-    table = NgramTable(order=4).fit([[1, 2, 3, 4, 5, 6]])
+    table = counted(4, [[1, 2, 3, 4, 5, 6]])
     text = [1, 2, 3, 4, 9, 6]
-    assert table.hits(text, row=0, n_draft=4) == 2  # 3 and 4 right, 5 for 9 wrong
-    assert table.hits(text, row=3, n_draft=4) == 0
-    assert table.hits(text[:4], row=0, n_draft=4) == 2  # the end of the text
+    assert table_hits(table, text, row=0, n_draft=4) == 2  # 3 and 4 right, 5 for 9 wrong
+    assert table_hits(table, text, row=3, n_draft=4) == 0
+    assert table_hits(table, text[:4], row=0, n_draft=4) == 2  # the end of the text
 
 
 def test_ngram_walk_equals_walking_its_guesses():
     """Guess by guess on its own output, as a live draft would, against the shortcut."""
     chance = random.Random(1)
     texts = [[chance.choice([1, 2, 3, 4]) for _ in range(60)] for _ in range(8)]
-    table = NgramTable().fit(texts[:6])
+    table = counted(4, texts[:6])
     text = texts[7]
     guesses = torch.zeros(len(text), N, dtype=torch.long)
     for t in range(len(text) - 1):
@@ -167,13 +172,13 @@ def test_ngram_walk_equals_walking_its_guesses():
             guesses[t, k] = table.guess(context)
             context = [*context, int(guesses[t, k])]
     walked = walk(count_hits(guesses, torch.tensor(text)), 9, 50, N)
-    assert table.walk(text, 9, 50, N) == walked
+    assert table_walk(table, text, 9, 50, N) == walked
     assert walked.accepted > 0
 
 
 def test_ngram_without_text_is_refused():
     with pytest.raises(ConfigError, match=r"data\.path: .*n-gram table"):
-        NgramTable().fit([[], []])
+        counted(4, [[], []])
 
 
 def test_bootstrap_holds_the_estimate_and_narrows_with_prompts():

@@ -22,7 +22,7 @@ from eval.decode import DecodeSettings, decode
 from eval.sides import TargetDecoder
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.memory import DraftCache
-from models.verifier import Verifier, load_ends
+from models.verifier import Verifier, VerifierStates, load_ends
 from models.vocab import DraftVocab
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "accepted_length.json"
@@ -93,7 +93,7 @@ def solved(verifier: Verifier, draft: Eagle3Draft) -> Tensor:
         text = torch.tensor([[*ids, *one.tokens]])
         rows, states = text.shape[1] - 1, verifier.states(text)
         share, fused = draft.share_of(text[:, 1:]), draft.fuse(states.aux[:, :-1])
-        output = draft(share, fused, torch.arange(rows)[None], DraftCache(rows))
+        output = draft(share, fused, torch.arange(rows)[None], [DraftCache(rows)])
         read.append(output.normed[0].double())
         wanted.append(verifier.logits_from(states.last)[0, 1:].double())
     x, y = torch.cat(read), torch.cat(wanted)
@@ -130,8 +130,9 @@ def states_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of accepted tokens are those of the tokens before."""
     commit = TargetDecoder.commit
 
-    def late(self: TargetDecoder, path: Tensor, accepted: list[int], line: bool) -> Tensor:
-        return commit(self, path, accepted, line).roll(1, 1)
+    def late(self: TargetDecoder, path: Tensor, accepted: list[int], line: bool) -> VerifierStates:
+        kept = commit(self, path, accepted, line)
+        return VerifierStates(kept.aux.roll(1, 1), kept.last.roll(1, 1))
 
     monkeypatch.setattr(TargetDecoder, "commit", late)
 
@@ -139,9 +140,9 @@ def states_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def states_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of a tree's first nodes, whichever stood."""
 
-    def first(self: TargetDecoder, path: Tensor, accepted: list[int], line: bool) -> Tensor:
+    def first(self: TargetDecoder, path: Tensor, accepted: list[int], line: bool) -> VerifierStates:
         self.cache.commit(path, accepted, line)
-        return self.states.aux[:, : max(accepted) + 1]
+        return self.states[:, : max(accepted) + 1]
 
     monkeypatch.setattr(TargetDecoder, "commit", first)
 

@@ -8,11 +8,11 @@ import torch
 from conf.choices import EvalRule
 from conf.shapes import parse_shape
 from eval.decode import DecodeSettings, decode
+from eval.drafters.eagle3 import Eagle3Drafter
 from eval.generation import Generation
 from eval.output import StopStrings
 from eval.propose import propose
 from eval.round_plan import RoundPlan, rule_of
-from eval.sides import DraftDecoder
 from eval.verify import AcceptRule
 from models.sampling import Sampling, SharedDice
 from models.verifier import Verifier
@@ -73,7 +73,7 @@ def test_sampled_batches_are_their_sequences(
     sampling = Sampling(temperature=0.8, top_p=0.9)
     settings = shaped(name, replace(SETTINGS, sampling=sampling), rule)
     # prompt 2 comes near the limit
-    draft = bigrams(PROMPTS, SETTINGS, vocab_size=100, max_positions=70, qk_norm=True)
+    draft = bigrams(PROMPTS, SETTINGS, vocab_size=100, max_positions=70, qk_norm=True, layers=2)
     seeds = [5, 6, 7, 8, 9]
     together = decode(verifier, draft, PROMPTS, settings, seeds).generations
     for prompt, seed, one in zip(PROMPTS, seeds, together, strict=True):
@@ -115,14 +115,14 @@ def test_stop_strings_end_with_and_without_a_draft(verifier: Verifier, bigrams):
 @pytest.mark.parametrize("name", ["2x2x2", "3x1x2", "dynamic:nodes=9,depth=4,top_k=3"])
 def test_draft_logits_of_a_node_are_those_of_its_path(verifier: Verifier, make_draft, name: str):
     """Ragged sequences, each with its own tree, against chains fed token by token."""
-    draft, shape = make_draft(qk_norm=True), parse_shape(name, "eval.trees")
+    draft, shape = make_draft(qk_norm=True, layers=2), parse_shape(name, "eval.trees")
     lengths = [6, 3]
     text = torch.tensor([[5, 9, 40, 41, 3, 8, 2], [7, 30, 31, 2, 0, 0, 0]])
-    aux = verifier.states(text).aux
+    states = verifier.states(text)
 
-    def fresh() -> DraftDecoder:
-        side = DraftDecoder(draft, 2, 40, verifier.device)
-        side.feed(text[:, 1:], aux[:, :-1], lengths)
+    def fresh() -> Eagle3Drafter:
+        side = Eagle3Drafter(draft, 2, 40, verifier.device)
+        side.feed(text[:, 1:], states[:, :-1], lengths)
         return side
 
     seen: list[tuple] = []

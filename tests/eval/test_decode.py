@@ -9,11 +9,11 @@ from conf.schema import FULL, ConfigError, JobError
 from conf.shapes import chain, parse_shape
 from eval.batch import Batch
 from eval.decode import DecodeSettings, Speculation, decode
+from eval.drafters.eagle3 import Eagle3Drafter
 from eval.generation import Generation
 from eval.propose import propose
 from eval.round_plan import RoundPlan
 from eval.rounds import judge_proposal
-from eval.sides import DraftDecoder
 from eval.verify import AcceptRule, scatter_to_target
 from models.eagle3 import Eagle3Draft
 from models.sampling import Sampling, SharedDice, probabilities
@@ -192,49 +192,52 @@ def test_a_draft_of_other_layers_is_refused(verifier: Verifier, make_draft):
 @torch.inference_mode()
 def test_after_rounds_both_caches_are_as_built_from_scratch(verifier: Verifier, follow):
     """User report B76: draft rows come from verifier states alone; rejected ones left nothing."""
-    draft = follow(PROMPT, SETTINGS, lambda number, _root, depth: depth < (number * 3) % (N + 1))
+    draft = follow(
+        PROMPT, SETTINGS, lambda number, _root, depth: depth < (number * 3) % (N + 1), layers=2
+    )
     run = speculation(verifier, draft, SETTINGS)
     run.prefill()
     for number in range(6):
         run.play_round(run.rooms())
         assert run.logs[0].rounds[-1].accepted == (number * 3) % (N + 1)
-        assert run.draft.cache.ends == run.draft.committed  # no row of a guess is left
+        assert (
+            run.draft.caches[0].ends == run.draft.caches[1].ends == run.draft.committed
+        )  # no row of a guess is left
     run.draft.start()
 
     text = torch.tensor([[*PROMPT, *run.batch.outputs[0].tokens]])
     states = verifier.states(text)
-    scratch = DraftDecoder(draft, 1, run.draft.cache.capacity, verifier.device)
-    scratch.feed(text[:, 1:], states.aux[:, :-1], [text.shape[1] - 1])
+    scratch = Eagle3Drafter(draft, 1, run.draft.caches[0].capacity, verifier.device)
+    scratch.feed(text[:, 1:], states[:, :-1], [text.shape[1] - 1])
     scratch.start()
-    rows = scratch.cache.length
-    assert run.draft.cache.length == rows == text.shape[1] - 1
-    for ours, theirs in (
-        (run.draft.cache.keys, scratch.cache.keys),
-        (run.draft.cache.values, scratch.cache.values),
-    ):
-        torch.testing.assert_close(ours[:, :, :rows], theirs[:, :, :rows], atol=1e-5, rtol=1e-5)
+    rows = text.shape[1] - 1
+    for one, other in zip(run.draft.caches, scratch.caches, strict=True):
+        assert one.length == other.length == rows
+        for ours, theirs in ((one.keys, other.keys), (one.values, other.values)):
+            torch.testing.assert_close(ours[:, :, :rows], theirs[:, :, :rows], atol=1e-5, rtol=1e-5)
 
     fresh = verifier.logits_from(states.last[:, -1])
     torch.testing.assert_close(run.target.step(), fresh, atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
-def test_guesses_are_chained_on_the_drafts_own_output(verifier: Verifier, make_draft):
+@pytest.mark.parametrize("layers", [1, 2])
+def test_guesses_are_chained_on_the_drafts_own_output(verifier: Verifier, make_draft, layers: int):
     """Guess k+1 from one forward a token equals the draft unrolled by hand over all rows."""
-    draft = make_draft(qk_norm=True)
-    side = DraftDecoder(draft, 1, 32, verifier.device)
+    draft = make_draft(qk_norm=True, layers=layers)
+    side = Eagle3Drafter(draft, 1, 32, verifier.device)
     states = verifier.states(torch.tensor([PROMPT]))
     text = torch.tensor([[*PROMPT, 9]])
-    side.feed(text[:, 1:], states.aux, [len(PROMPT)])
+    side.feed(text[:, 1:], states, [len(PROMPT)])
     plan = RoundPlan(AcceptRule.greedy, Sampling(), measure_overlap=True)
     proposal = propose(side, chain(3), plan, SharedDice(0, 1))
 
     rows = len(PROMPT)
     hidden, tokens = draft.fuse(states.aux), text[:, 1:]
     for k in range(3):
-        memory = DraftDecoder(draft, 1, 32, verifier.device).cache
+        memories = Eagle3Drafter(draft, 1, 32, verifier.device).caches
         positions = torch.arange(rows + k)[None]
-        output = draft(draft.share_of(tokens), hidden, positions, memory)
+        output = draft(draft.share_of(tokens), hidden, positions, memories)
         logits = draft.logits(output.normed[:, -1])
         torch.testing.assert_close(proposal.logits[:, k], logits, atol=1e-5, rtol=1e-5)
         guess = draft.to_target_ids(logits.argmax(-1))

@@ -12,7 +12,7 @@ from conf.shapes import DynamicShape, Shape, StaticShape, chain, parse_shape
 from eval.proof.toy import PRUNED, ROOT, VOCAB, TableDraft, TableTarget, make_tables
 from eval.propose import Proposal, lay_out, propose, top_ranks
 from eval.round_plan import RoundPlan, rule_of
-from eval.verify import AcceptRule
+from eval.verify import LOSSY, AcceptRule
 from models.sampling import OwnDice, Sampling, SharedDice, probabilities
 
 GREEDY = RoundPlan(AcceptRule.greedy, Sampling())
@@ -293,8 +293,12 @@ def test_the_knob_means_a_rule_for_every_shape():
         shape_of("2x2"),
         shape_of("dynamic:nodes=3,depth=2,top_k=2"),
     )
-    chains = [rule_of(choice, line, WARM) for choice in EvalRule]
-    trees = [rule_of(choice, tree, WARM) for choice in EvalRule]
+    exact = [choice for choice in EvalRule if choice is not EvalRule.typical]
+    chains = [rule_of(choice, line, WARM) for choice in exact]
+    trees = [rule_of(choice, tree, WARM) for choice in exact]
+    for shape in (line, tree, dynamic):
+        assert rule_of(EvalRule.typical, shape, WARM) is AcceptRule.typical
+        assert rule_of(EvalRule.auto, shape, WARM) not in LOSSY
     assert chains == [AcceptRule.rejection, AcceptRule.argmax_draft, AcceptRule.rejection]
     assert trees == [
         AcceptRule.tree_without_replacement,

@@ -18,7 +18,7 @@ from eval.proof.toy import (
     run_toy,
 )
 from eval.proof.wrong_rules import Control
-from eval.verify import AcceptRule
+from eval.verify import LOSSY, AcceptRule
 from models.sampling import Sampling
 
 QUICK = 10_000  # sequences
@@ -53,7 +53,7 @@ def test_the_whole_proof(case: ToyCase):
 
 def test_the_cases_cover_every_rule_shape_filter_vocabulary_and_control():
     """B73: argmax drafts, sampled drafts, top-k trees, temperature 0.7 with top-p 0.9."""
-    assert {case.rule for case in EXACT} == set(AcceptRule)
+    assert {case.rule for case in EXACT} == set(AcceptRule) - LOSSY
     assert {case.shape_kind for case in EXACT} == {"chain", "tree", "dynamic"}
     assert {case.control for case in CONTROLS} == set(Control)
     sampled = {(case.rule, case.shape) for case in EXACT if not case.sampling.greedy}

@@ -10,12 +10,13 @@ from eval.propose import Proposal, lay_out, propose
 from eval.round_plan import RoundPlan
 from eval.rounds import RANKS, judge_proposal, ranks_of, verify
 from eval.tree_verify import children_of, walk_certain, walk_drawn, walk_greedy
-from eval.verify import AcceptRule, accept_certain, accept_drawn, accept_greedy, given
+from eval.verify import LOSSY, AcceptRule, accept_certain, accept_drawn, accept_greedy, given
 from models.sampling import OwnDice, Sampling, SharedDice
 
 MANY = 3000
 WARM = Sampling(temperature=1.0)
 CPU = torch.device("cpu")
+SAMPLED = [rule for rule in AcceptRule if rule not in LOSSY | {AcceptRule.greedy}]
 RAGGED = "[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[1,0,0],[1,0,1]]"
 
 
@@ -175,7 +176,7 @@ class CountingDice(SharedDice):
         return numbers
 
 
-@pytest.mark.parametrize("rule", list(AcceptRule)[1:], ids=lambda rule: rule.value)
+@pytest.mark.parametrize("rule", SAMPLED, ids=lambda rule: rule.value)
 def test_a_rule_rolls_a_number_a_guess_and_one_more(rule: AcceptRule):
     """Whatever comes out: all stand, none stands, or no level is open."""
     draft = random_rows(1, 20, 3, 6)

@@ -17,13 +17,14 @@ from conf.shapes import DynamicShape, Shape, parse_shape
 from eval import decode as loop
 from eval.batch import Batch
 from eval.decode import DecodeSettings, Speculation, decode
+from eval.drafters.eagle3 import Eagle3Drafter
 from eval.generation import Generation
-from eval.sides import DraftDecoder, TargetDecoder
+from eval.sides import TargetDecoder
 from eval.verify import AcceptRule
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.sampling import Sampling
 from models.steps import Steps
-from models.verifier import Verifier, load_ends
+from models.verifier import Verifier, VerifierStates, load_ends
 from models.vocab import DraftVocab
 
 PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 60)), [9, 8, 7, 6]]
@@ -49,7 +50,7 @@ class Script:
     rank: Callable[[int, int], int]  # (root's index, depth) -> at which rank the right one stands
 
 
-class ScriptedSide(DraftDecoder):
+class ScriptedSide(Eagle3Drafter):
     """The real draft with its real cache; but for its logits, which follow ``script``."""
 
     script: Script
@@ -115,7 +116,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, plain: list[Generation]):
         texts = [[*PROMPTS[i], *plain[i].tokens, *plain[i].tail] for i in chosen]
         script = Script(texts, accepted, rank)
         side = type("Side", (ScriptedSide,), {"script": script})
-        monkeypatch.setattr(loop, "DraftDecoder", side)
+        monkeypatch.setattr(loop, "drafter_for", side)
         return script
 
     return use
@@ -161,8 +162,8 @@ def largest_gap(verifier: Verifier, draft: Eagle3Draft, run: Speculation) -> flo
     for row, (prompt, output) in enumerate(zip(PROMPTS, run.batch.outputs, strict=True)):
         text = torch.tensor([[*prompt, *output.tokens]])
         rows = text.shape[1] - 1
-        scratch = DraftDecoder(draft, 1, rows, verifier.device)
-        scratch.feed(text[:, 1:], verifier.states(text).aux[:, :-1], [rows])
+        scratch = Eagle3Drafter(draft, 1, rows, verifier.device)
+        scratch.feed(text[:, 1:], verifier.states(text)[:, :-1], [rows])
         scratch.start()
         assert run.draft.cache.ends[row] == rows  # no row of a guess is left
         for ours, theirs in (
@@ -202,9 +203,11 @@ def test_states_of_another_path_would_show(verifier: Verifier, make_draft, scrip
     settings, draft = shaped("2x2x2"), make_draft()
     scripted([0, 1, 2, 3], pattern(3), SHAPES["2x2x2"])
 
-    def first_nodes(self: TargetDecoder, path: Tensor, accepted: list[int], line: bool) -> Tensor:
+    def first_nodes(
+        self: TargetDecoder, path: Tensor, accepted: list[int], line: bool
+    ) -> VerifierStates:
         self.cache.commit(path, accepted)
-        return self.states.aux[:, : max(accepted) + 1]
+        return self.states[:, : max(accepted) + 1]
 
     monkeypatch.setattr(TargetDecoder, "commit", first_nodes)
     assert largest_gap(verifier, draft, play(verifier, draft, settings)) > 1e-3

@@ -109,7 +109,8 @@ def first_guess(verifier: Verifier, draft: Eagle3Draft, ids: list[int]) -> dict[
     hook = draft.fc.register_forward_pre_hook(lambda _module, args: inputs.append(args[0][0]))
     fused = draft.fuse(states.aux)
     hook.remove()
-    normed = draft(draft.share_of(shifted), fused, positions, DraftCache(len(ids))).normed
+    caches = [DraftCache(len(ids)) for _ in draft.stack]
+    normed = draft(draft.share_of(shifted), fused, positions, caches).normed
     spread = torch.full((draft.config.vocab_size,), float("-inf"))
     own_ids = torch.arange(draft.config.draft_vocab_size)
     spread[draft.to_target_ids(own_ids)] = draft.logits(normed[0, -1])

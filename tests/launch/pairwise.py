@@ -41,11 +41,13 @@ class Combination:
     pruned: bool  # draft vocabulary
     family: Family
     tied: bool  # the verifier's head is its embedding
+    layers: int  # of the draft
 
     @property
     def name(self) -> str:
         words = [self.format.value, self.norms.name]
         words += ["qk_norm"] if self.qk_norm else []
+        words += [f"{self.layers}layers"] if self.layers > 1 else []
         words += [f"{self.aux}aux", "pruned" if self.pruned else "full", self.verifier]
         return "-".join(words)
 
@@ -57,7 +59,7 @@ class Combination:
     def section(self) -> DraftSection:
         switches = dict.fromkeys(self.norms.value.split(), True)
         size = PRUNED if self.pruned else FULL
-        return DraftSection(vocab_size=size, qk_norm=self.qk_norm, **switches)
+        return DraftSection(vocab_size=size, qk_norm=self.qk_norm, layers=self.layers, **switches)
 
 
 AXES = {
@@ -68,6 +70,7 @@ AXES = {
     "pruned": (True, False),
     "family": tuple(Family),
     "tied": (False, True),
+    "layers": (1, 2),
 }
 assert list(AXES) == [field.name for field in fields(Combination)]
 

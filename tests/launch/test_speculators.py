@@ -41,14 +41,14 @@ def our_logits(draft: Eagle3Draft, given: dict[str, Tensor]) -> Tensor:
     positions = torch.arange(len(tokens))
     found = torch.full((STEPS, len(tokens), draft.config.draft_vocab_size), torch.nan)
     for t in range(len(tokens)):
-        cache = DraftCache(len(tokens) + STEPS)
+        caches = [DraftCache(len(tokens) + STEPS) for _ in draft.stack]
         if t:
             share = draft.share_of(tokens[None, :t], asks=False)
-            draft.remember(share, fused[None, :t], positions[None, :t], cache)
+            draft.remember(share, fused[None, :t], positions[None, :t], caches)
         hidden = fused[None, t : t + 1]
         for k in range(min(STEPS, len(tokens) - t)):
             share = draft.share_of(tokens[None, t + k : t + k + 1])
-            output = draft(share, hidden, positions[None, t + k : t + k + 1], cache)
+            output = draft(share, hidden, positions[None, t + k : t + k + 1], caches)
             hidden, found[k, t] = output.hidden, draft.logits(output.normed[0, 0])
     return found
 

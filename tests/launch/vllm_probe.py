@@ -89,19 +89,21 @@ def watch(llm: LLM) -> dict[str, torch.Tensor]:
 
     draft.model.fc.register_forward_hook(on_fc)
     draft.register_forward_pre_hook(on_draft, with_kwargs=True)
-    compute, combine = draft.compute_logits, draft.combine_hidden_states
+    compute = draft.compute_logits
 
     def recorded_logits(hidden_states):
         logits = compute(hidden_states)
         keep("logits", logits)
         return logits
 
-    def recorded_states(hidden_states):
-        keep("aux", hidden_states)
-        return combine(hidden_states)
-
     draft.compute_logits = recorded_logits
-    draft.combine_hidden_states = recorded_states
+    if combine := getattr(draft, "combine_hidden_states", None):  # EAGLE-1 has none
+
+        def recorded_states(hidden_states):
+            keep("aux", hidden_states)
+            return combine(hidden_states)
+
+        draft.combine_hidden_states = recorded_states
     return seen
 
 

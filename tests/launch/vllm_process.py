@@ -43,9 +43,9 @@ class Served:
         return sum(self.accepted_by_position)
 
 
-def with_head(head: Path, n_draft: int) -> dict[str, Any]:
+def with_head(head: Path, n_draft: int, method: str = "eagle3") -> dict[str, Any]:
     """The speculative_config for a head in ``head``."""
-    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": n_draft}
+    return {"method": method, "model": str(head), "num_speculative_tokens": n_draft}
 
 
 class VllmProcess:

@@ -14,7 +14,7 @@ from models.verifier import load_facts
 CPU = torch.device("cpu")
 
 
-def write(folder: Path, qk_norm: bool) -> Eagle3Draft:
+def write(folder: Path, qk_norm: bool, layers: int = 1) -> Eagle3Draft:
     """A small head in ``folder``, every parameter random."""
     config = DraftConfig(
         *(
@@ -30,7 +30,7 @@ def write(folder: Path, qk_norm: bool) -> Eagle3Draft:
             64,
             {"rope_type": "default", "rope_theta": 1e4},
         ),
-        *(False, False, True, False, qk_norm),
+        *(False, False, True, False, qk_norm, layers),
     )
     torch.manual_seed(0)
     draft = Eagle3Draft(config)
@@ -50,16 +50,18 @@ def test_a_flag_of_the_configuration_is_the_heads(flag: str, tiny_verifier: Path
     assert {name: getattr(config, name) for name in FLAGS} == {name: name == flag for name in FLAGS}
 
 
-def without_qk_norm(folder: Path) -> None:
-    """draft.json as it was written before the flag was there."""
+def without(folder: Path, *fields: str) -> None:
+    """draft.json as it was written before the fields were there."""
     older = json.loads((folder / CONFIG).read_text())
-    del older["qk_norm"]
+    for field in fields:
+        del older[field]
     (folder / CONFIG).write_text(json.dumps(older))
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_a_head_comes_back_bit_for_bit(tmp_path: Path, qk_norm: bool):
-    draft = write(tmp_path, qk_norm)
+def test_a_head_comes_back_bit_for_bit(tmp_path: Path, qk_norm: bool, layers: int):
+    draft = write(tmp_path, qk_norm, layers)
     back = load_draft(tmp_path, CPU, torch.float32)
     assert back.config == draft.config
     ours, theirs = draft.state_dict(), back.state_dict()
@@ -68,18 +70,27 @@ def test_a_head_comes_back_bit_for_bit(tmp_path: Path, qk_norm: bool):
     norms = {f"midlayer.self_attn.{name}_norm.weight" for name in "qk"}
     assert norms & ours.keys() == (norms if qk_norm else set())
     assert all(ours[name].shape == (8,) for name in norms & ours.keys())
+    assert any(name.startswith("layers.1.") for name in ours) == (layers == 2)
 
 
-def test_files_from_before_qk_norm_load_as_heads_without(tmp_path: Path):
+@pytest.mark.parametrize("fields", [("layers",), ("layers", "qk_norm")])
+def test_files_of_earlier_versions_load_as_heads_of_one_layer(tmp_path: Path, fields):
     draft = write(tmp_path, qk_norm=False)
-    without_qk_norm(tmp_path)
+    without(tmp_path, *fields)
     assert load_draft(tmp_path, CPU, torch.float32).config == draft.config
 
 
 def test_norms_without_their_flag_are_refused(tmp_path: Path):
     """Dropping them without a word would be another head."""
     write(tmp_path, qk_norm=True)
-    without_qk_norm(tmp_path)
+    without(tmp_path, "qk_norm")
+    with pytest.raises(ConfigError, match=r"not the weights of its draft\.json"):
+        load_draft(tmp_path, CPU, torch.float32)
+
+
+def test_layers_without_their_number_are_refused(tmp_path: Path):
+    write(tmp_path, qk_norm=False, layers=2)
+    without(tmp_path, "layers")
     with pytest.raises(ConfigError, match=r"not the weights of its draft\.json"):
         load_draft(tmp_path, CPU, torch.float32)
 

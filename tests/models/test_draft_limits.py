@@ -31,6 +31,8 @@ def test_a_possible_draft_has_no_fault():
         ({"hidden_size": -1}, "hidden_size=-1: must be a whole number in 1.."),
         ({"vocab_size": 10**25}, "vocab_size=1000"),
         ({"max_positions": 10**13}, "max_positions=10000000000000"),
+        ({"layers": 0}, "layers=0: must be a whole number in 1..16"),
+        ({"layers": 10**6}, "layers=1000000: must be"),
         ({"head_dim": 63}, "head_dim=63: must be even"),
         ({"num_kv_heads": 3}, "num_key_value_heads=3: must divide"),
         ({"draft_vocab_size": 129}, "draft_vocab_size=129: above"),

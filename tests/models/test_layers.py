@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.kernels import CPU_FLASH, PLAIN
-from models.layers import DraftAttention, GatedMLP, MidLayer
+from models.layers import DraftAttention, DraftLayer, GatedMLP
 from models.memory import DraftCache, TTTMemory
 from models.rope import Rope
 from models.runs import Runs
@@ -24,11 +24,11 @@ def attention() -> DraftAttention:
     return DraftAttention(WIDTH, HEADS, KV_HEADS, ROPE).double()
 
 
-def mid_layer(normed: bool, norm_eps: float | None = None) -> MidLayer:
+def mid_layer(normed: bool, norm_eps: float | None = None) -> DraftLayer:
     torch.manual_seed(0)
     norms = [nn.RMSNorm(WIDTH) for _ in range(3)]
     attention = DraftAttention(WIDTH, HEADS, KV_HEADS, ROPE, norm_eps)
-    layer = MidLayer(attention, GatedMLP(WIDTH, 20), norms, normed).double()
+    layer = DraftLayer(attention, GatedMLP(WIDTH, 20), norms, normed).double()
     for parameter in layer.parameters():
         parameter.data.normal_(std=0.5)
     return layer

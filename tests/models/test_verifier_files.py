@@ -144,6 +144,16 @@ def test_fewer_layers_than_the_default_ids_need(folder: Path):
     assert load_facts(VerifierSection(str(folder), aux_layers=[1, 2, 6]), folder).num_layers == 6
 
 
+def test_negative_layer_ids_count_from_the_last(folder: Path):
+    edit_config(folder, num_hidden_layers=6)
+    for given, meant in (([-1], [6]), ([2, -2], [2, 5]), ([-6, -1], [1, 6])):
+        section = VerifierSection(str(folder), aux_layers=given)
+        assert load_facts(section, folder).aux_layers == meant
+    for wrong in ([-7], [0], [-1, 2], [6, -1]):
+        with pytest.raises(ConfigError, match=rf"aux_layers=\[{wrong[0]}.*unique ids in 1..6"):
+            load_facts(VerifierSection(str(folder), aux_layers=wrong), folder)
+
+
 def test_quantised_weights_whose_package_is_not_there(folder: Path):
     """The sentence blames the weights, not the attention."""
     edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})

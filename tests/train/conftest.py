@@ -1,14 +1,15 @@
 """Small heads, packs and the plain twin of the training step."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from conf.schema import LossKind, Supervise, TTTSection
+from conf.schema import Feed, LossKind, StepWeights, Supervise, TTTSection
 from data.chains import Chains
 from data.records import TTTBatch
 from models.attention import Kernel
@@ -131,39 +132,65 @@ def over_heads(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return states / (states.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def plain_unroll(draft: Eagle3Draft, document: Document, depth: int) -> list[Tensor]:
-    """K times [T, D]; token x[t+1+k] beyond the end is token 0."""
-    config, layer, rows = draft.config, draft.midlayer, len(document.ids)
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
-    hidden = draft.fuse(document.aux)
-    padded = torch.cat([document.ids, torch.zeros(depth + 1, dtype=torch.int64)])
-    keys, values, outputs = [], [], []
-    causal = torch.ones(rows, rows, dtype=torch.bool).tril()
-    diagonal = torch.eye(rows, dtype=torch.bool)
-    for k in range(depth):
-        embedded = layer.input_layernorm(draft.embed_tokens(padded[1 + k : 1 + k + rows]))
-        states = layer.hidden_norm(hidden)
-        both, places = torch.cat((embedded, states), -1), torch.arange(rows) + k
-        attention = layer.self_attn
-        query = attention.q_proj(both).view(rows, heads, width)
-        new = attention.k_proj(both).view(rows, kv_heads, width)
+@dataclass
+class PlainLayer:
+    """One decoder layer of the twin, with the keys of the steps so far."""
+
+    layer: nn.Module
+    config: DraftConfig
+    keys: list[Tensor] = field(default_factory=list)  # by step: [T, Hkv, Dh]
+    values: list[Tensor] = field(default_factory=list)
+
+    def attended(self, read: Tensor, k: int) -> Tensor:
+        """All rows at step ``k`` over step-0 keys up to their own and their own of later steps."""
+        config, attention, rows = self.config, self.layer.self_attn, len(read)
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        query = attention.q_proj(read).view(rows, heads, width)
+        new = attention.k_proj(read).view(rows, kv_heads, width)
         if config.qk_norm:
             query = over_heads(query, attention.q_norm.weight, config.rms_norm_eps)
             new = over_heads(new, attention.k_norm.weight, config.rms_norm_eps)
+        places = torch.arange(rows) + k
         query = turn(query, places)
-        keys.append(turn(new, places))
-        values.append(attention.v_proj(both).view(rows, kv_heads, width))
+        self.keys.append(turn(new, places))
+        self.values.append(attention.v_proj(read).view(rows, kv_heads, width))
         repeat = heads // kv_heads
-        key = torch.cat(keys).repeat_interleave(repeat, 1)  # [(k+1) T, H, Dh]
-        value = torch.cat(values).repeat_interleave(repeat, 1)
-        seen = torch.cat([causal, *[diagonal] * k], 1)
+        key = torch.cat(self.keys).repeat_interleave(repeat, 1)  # [(k+1) T, H, Dh]
+        value = torch.cat(self.values).repeat_interleave(repeat, 1)
+        causal = torch.ones(rows, rows, dtype=torch.bool).tril()
+        seen = torch.cat([causal, *[torch.eye(rows, dtype=torch.bool)] * k], 1)
         scores = torch.einsum("qhd,khd->hqk", query, key) / width**0.5
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        mixed = torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
-        residual = (states if config.norm_before_residual else hidden) + attention.o_proj(mixed)
-        inner, mlp = layer.post_attention_layernorm(residual), layer.mlp
+        return attention.o_proj(torch.einsum("hqk,khd->qhd", weights, value).flatten(1))
+
+    def through_mlp(self, residual: Tensor) -> Tensor:
+        inner, mlp = self.layer.post_attention_layernorm(residual), self.layer.mlp
         gated = torch.nn.functional.silu(mlp.gate_proj(inner)) * mlp.up_proj(inner)
-        output = residual + mlp.down_proj(gated)
+        return residual + mlp.down_proj(gated)
+
+
+def plain_unroll(
+    draft: Eagle3Draft, document: Document, depth: int, feed: Feed = Feed.data
+) -> list[Tensor]:
+    """K times [T, D]; token x[t+1+k] beyond the end is token 0."""
+    config, rows = draft.config, len(document.ids)
+    hidden = draft.fuse(document.aux)
+    padded = torch.cat([document.ids, torch.zeros(depth + 1, dtype=torch.int64)])
+    first, *later = [PlainLayer(layer, config) for layer in draft.stack]
+    outputs = []
+    for k in range(depth):
+        tokens = padded[1 + k : 1 + k + rows]
+        if k and feed is Feed.own:
+            ids = draft.d2t + torch.arange(len(draft.d2t))
+            tokens = ids[(outputs[-1] @ draft.lm_head.weight.T).argmax(-1)]
+        embedded = draft.embed_tokens(tokens)
+        states = first.layer.hidden_norm(hidden)
+        both = torch.cat((first.layer.input_layernorm(embedded), states), -1)
+        residual = states if config.norm_before_residual else hidden
+        output = first.through_mlp(residual + first.attended(both, k))
+        for one in later:
+            read = one.layer.input_layernorm(output)
+            output = one.through_mlp(output + one.attended(read, k))
         normed = draft.norm(output)
         hidden = normed if config.norm_output else output
         outputs.append(normed)
@@ -191,15 +218,83 @@ def plain_rows(mask: Tensor, depth: int, rule: Supervise) -> list[list[int]]:
     return rows
 
 
-def plain_value(kind: LossKind, draft_probs: Tensor, full: Tensor, ids: Tensor) -> Tensor:
-    """One guess's loss from the definitions: draft [Vd], target [V], draft vocabulary [Vd]."""
+def plain_value(kind: LossKind, guess: "PlainGuess", share: float) -> Tensor:
+    """One guess's loss from the definitions; ``share`` of KL in the mix."""
+    full, ids, draft_probs = guess.full, guess.ids, guess.probs
     target = full[ids] / full[ids].sum()
-    overlap = torch.minimum(full[ids], draft_probs).sum()
     if kind is LossKind.kl:
         return (target * (target / draft_probs).log()).sum()
     if kind is LossKind.ce:
         return -draft_probs[(ids == full.argmax()).nonzero().flatten()].log().sum()
-    return 1 - overlap if kind is LossKind.tv else -overlap.log()
+    if kind is LossKind.mix:
+        kl = plain_value(LossKind.kl, guess, share)
+        return share * kl + (1 - share) * (1 - guess.overlap)
+    return 1 - guess.overlap if kind is LossKind.tv else -guess.overlap.log()
+
+
+@dataclass(frozen=True)
+class PlainGuess:
+    step: int
+    row: int
+    probs: Tensor  # [Vd] the draft's
+    full: Tensor  # [V] the verifier's
+    ids: Tensor  # [Vd] the draft vocabulary
+
+    @property
+    def overlap(self) -> Tensor:
+        return torch.minimum(self.full[self.ids], self.probs).sum()
+
+    @property
+    def hit(self) -> bool:
+        return bool(self.ids[self.probs.argmax()] == self.full.argmax())
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The plain twin of a recipe."""
+
+    depth: int
+    rule: Supervise = Supervise.span
+    kind: LossKind = LossKind.kl
+    feed: Feed = Feed.data
+    weights: StepWeights = StepWeights.decay
+
+    def guesses(self, draft: Eagle3Draft, document: Document) -> list[PlainGuess]:
+        steps = plain_unroll(draft, document, self.depth, self.feed)
+        ids = draft.d2t + torch.arange(len(draft.d2t))
+        return [
+            PlainGuess(
+                k,
+                t,
+                (draft.lm_head.weight @ steps[k][t]).softmax(-1),
+                document.logits[t + 1 + k].softmax(-1),
+                ids,
+            )
+            for k, rows in enumerate(plain_rows(document.mask, self.depth, self.rule))
+            for t in rows
+        ]
+
+    def weight(self, guess: PlainGuess, chain: list[PlainGuess]) -> float:
+        """``chain``: the guesses of the same row."""
+        if self.weights is StepWeights.reached:
+            before = [other.overlap.item() for other in chain if other.step < guess.step]
+            return math.prod(before)
+        twice = self.weights is StepWeights.missed and not guess.hit
+        return 0.8**guess.step * (2 if twice else 1)
+
+    def total(self, draft: Eagle3Draft, documents: list[Document]) -> Tensor:
+        """Sum over documents, steps and supervised rows of weight times loss."""
+        value, of_each = draft.fc.weight.sum() * 0.0, [self.guesses(draft, d) for d in documents]
+        shares = []
+        for k in range(self.depth):
+            overlaps = [g.overlap.item() for guesses in of_each for g in guesses if g.step == k]
+            shares.append(math.exp(-3 * sum(overlaps) / max(len(overlaps), 1)))
+        for guesses in of_each:
+            for guess in guesses:
+                chain = [other for other in guesses if other.row == guess.row]
+                loss = plain_value(self.kind, guess, shares[guess.step])
+                value = value + self.weight(guess, chain) * loss
+        return value
 
 
 @pytest.fixture
@@ -207,15 +302,7 @@ def plain_sum() -> Callable[..., Tensor]:
     """Sum over steps and supervised rows of 0.8**k times the loss of one document."""
 
     def total(draft: Eagle3Draft, document: Document, depth: int, rule: Supervise, kind: LossKind):
-        steps = plain_unroll(draft, document, depth)
-        ids = draft.d2t + torch.arange(len(draft.d2t))
-        value = steps[0].sum() * 0.0
-        for k, rows in enumerate(plain_rows(document.mask, depth, rule)):
-            for t in rows:
-                probs = (draft.lm_head.weight @ steps[k][t]).softmax(-1)
-                full = document.logits[t + 1 + k].softmax(-1)
-                value = value + 0.8**k * plain_value(kind, probs, full, ids)
-        return value
+        return Plain(depth, rule, kind).total(draft, [document])
 
     return total
 
@@ -258,10 +345,21 @@ class Lab:
         kind: LossKind = LossKind.kl,
         kernel: Kernel = CPU_FLASH,
     ) -> TrainingTimeTest:
-        ids = draft.d2t + torch.arange(len(draft.d2t))
         ttt = TTTSection(depth=depth, decay=0.8, supervise=rule)
-        teacher = Distillation(kind, self.head.to(draft.fc.weight.dtype)[ids], LlamaConfig())
-        return TrainingTimeTest(draft, teacher, ttt, kernel)
+        return TrainingTimeTest(draft, self.distillation(draft, kind), ttt, kernel)
+
+    def distillation(self, draft: Eagle3Draft, kind: LossKind) -> Distillation:
+        ids = draft.d2t + torch.arange(len(draft.d2t))
+        return Distillation(kind, self.head.to(draft.fc.weight.dtype)[ids], LlamaConfig())
+
+    def recipe(self, depth: int, **choices) -> Plain:
+        """The plain twin of ttt.* and loss.kind in ``choices``."""
+        return Plain(depth, **choices)
+
+    def module_of(self, draft: Eagle3Draft, plain: Plain) -> TrainingTimeTest:
+        """What trains by the recipe of ``plain``."""
+        ttt = TTTSection(plain.depth, 0.8, plain.weights, plain.rule, plain.feed)
+        return TrainingTimeTest(draft, self.distillation(draft, plain.kind), ttt, CPU_FLASH)
 
     def step(
         self, module: TrainingTimeTest, batch: TTTBatch, weights: list[float] | None = None

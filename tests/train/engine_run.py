@@ -1,7 +1,9 @@
 """Run under torchrun by test_engine.py: a few steps on made-up states, the curve as JSON.
 
-argv: steps out_file job ...    A job is stage:precision[:samples a pack[:samples a step,...[:qk]]];
-with other sizes than the usual ones it runs six steps, and with qk a draft with qk_norm.
+argv: steps out_file job ...
+A job is stage:precision[:samples a pack[:samples a step,...[:other]]]; with other sizes than the
+usual ones it runs six steps, and with ``other`` it has qk_norm, two layers, own tokens and weights
+as reached.
 """
 
 import json
@@ -21,10 +23,12 @@ from conf.runtime import RankInfo
 from conf.schema import (
     ConfigError,
     EngineSection,
+    Feed,
     LossKind,
     OptimSection,
     Precision,
     RunConfig,
+    StepWeights,
     Supervise,
     TTTSection,
 )
@@ -43,6 +47,7 @@ from train.ttt import TrainingTimeTest
 CPU = torch.device("cpu")
 WIDTH, VOCAB, ROWS = 32, 40, 24
 DEPTH = 3
+OTHER = TTTSection(depth=DEPTH, feed=Feed.own, weights=StepWeights.reached)
 SMALL_TOO = {"stage3_param_persistence_threshold": 0}  # or stage 3 keeps such small weights whole
 SIZES = (6, 6, 6, 3, *[6] * 16)  # samples a step: one window is partial
 
@@ -55,14 +60,14 @@ class Spec:
     precision: str
     micro: int = 2
     sizes: tuple[int, ...] = SIZES
-    qk_norm: bool = False
+    other: bool = False
 
     @classmethod
     def of(cls, word: str) -> "Spec":
         stage, precision, *more = word.split(":")
         sizes = tuple(map(int, more[1].split(","))) if more[1:] else SIZES
         micro = int(more[0]) if more else 2
-        return cls(int(stage), precision, micro, sizes, qk_norm=more[2:] == ["qk"])
+        return cls(int(stage), precision, micro, sizes, other=more[2:] == ["other"])
 
 
 def sample(step: int, i: int) -> tuple[torch.Tensor, ...]:
@@ -103,7 +108,7 @@ def packed(step: int, chosen: list[int], head: torch.Tensor) -> TTTBatch:
 
 def build(spec: Spec, ranks: RankInfo) -> "Job":
     cfg = RunConfig(
-        ttt=TTTSection(depth=DEPTH),
+        ttt=OTHER if spec.other else TTTSection(depth=DEPTH),
         optim=OptimSection(clip=0.5),
         engine=EngineSection(
             zero_stage=spec.stage,
@@ -118,7 +123,8 @@ def build(spec: Spec, ranks: RankInfo) -> "Job":
         vocab_size=VOCAB, draft_vocab_size=VOCAB, aux_layers=[1, 2, 3], rms_norm_eps=1e-5,
         max_positions=64, rope={"rope_type": "default", "rope_theta": 1e4},
         norm_before_residual=False, norm_before_fc=False, fc_norm=True, norm_output=False,
-        qk_norm=spec.qk_norm,
+        qk_norm=spec.other,
+        layers=2 if spec.other else 1,
     )  # fmt: skip
     draft = Eagle3Draft(config)
     for parameter in draft.parameters():

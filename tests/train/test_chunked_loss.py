@@ -38,9 +38,11 @@ def problem(make_draft, make_document, make_pack, head) -> Callable:
             for step in batch.chains.steps
         ]
         leaves = [draft.lm_head.weight, *(step.requires_grad_() for step in steps)]
+        # What mix weighs KL by is no part of its derivative: the same wherever the loss is asked.
+        first = distillation.look(LossKind.tv, draft, batch, [s.detach().clone() for s in steps])
 
         def loss(_, *states: Tensor) -> Tensor:
-            return distillation(draft, batch, list(states), weights).loss
+            return distillation(draft, batch, list(states), weights, first).loss
 
         return loss, leaves
 

@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "loss.json"
 STEPS = "20"
 FLOAT32 = [f"{stage}:float32" for stage in range(4)]
 BFLOAT16 = [f"{stage}:bfloat16" for stage in range(4)]
-IDLE = [f"{stage}:float32:2:6,1:qk" for stage in range(4)]  # every other step leaves ranks idle
+IDLE = [f"{stage}:float32:2:6,1:other" for stage in range(4)]  # every other step leaves ranks idle
 TEN_SAMPLES = ["1:float32:1:4,4,2", "1:float32:4:4,4,2"]  # accumulation 4, and whole batches
 
 

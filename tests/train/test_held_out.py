@@ -1,6 +1,7 @@
 """The held-out walk gives what the decoding loop gives on text the verifier wrote itself."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,17 +28,19 @@ from data.records import CachedPack, CachedSample, TokenizedSample
 from data.states import states_of
 from eval.acceptance import AcceptanceReport, Counters, report_acceptance, total
 from eval.decode import DecodeSettings, decode
+from eval.replay import Place, replay
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.kernels import CPU_FLASH
 from models.verifier import Verifier, load_ends
 from models.vocab import DraftVocab
 from train import held_out
-from train.held_out import from_row, measure, to_row, walk_answers
+from train.held_out import from_row, measure, measure_by_replay, to_row, walk_answers
 from train.loss import Distillation
 from train.ttt import TrainingTimeTest, unroll_own
 
 CHAINS = (1, 3, 5)
 ALONE = RankInfo(0, 1, 0)
+PLACE = Place(torch.device("cpu"), torch.float32)
 LIMIT = 36  # tokens of an answer
 
 
@@ -100,8 +103,8 @@ def overfit(
     draft.eval().requires_grad_(False)
 
 
-@pytest.fixture(scope="module")
-def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def bench(request, tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     cache = tmp_path_factory.mktemp("cache")
     section = VerifierSection(path=str(tiny_verifier), dtype=Precision.float32)
     verifier = Verifier.load(section, cache, torch.device("cpu"), torch.float32)
@@ -114,7 +117,8 @@ def bench(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Benc
     samples[2] = greedy_sample(verifier, asked[2])
     assert 2 < int(samples[2].sample.loss_mask.sum()) <= 18
     torch.manual_seed(0)
-    draft = Eagle3Draft(DraftConfig.of(DraftSection(vocab_size=FULL), verifier.facts))
+    options = DraftSection(vocab_size=FULL, layers=request.param)
+    draft = Eagle3Draft(DraftConfig.of(options, verifier.facts))
     ends = load_ends(section, cache, torch.float32)
     vocab = DraftVocab.from_counts(torch.ones(128, dtype=torch.int64), 128)
     draft.initialise(ends, vocab, HeadInit.verifier)
@@ -136,6 +140,46 @@ def test_the_walk_gives_the_loops_own_counters(bench: Bench, n_draft: int):
         sample = cached.sample
         assert walk_answers(proposed, sample.input_ids, sample.loss_mask) == counters
     assert 0 < total(live).accepted < total(live).drafted  # else the test shows nothing
+
+
+@pytest.mark.parametrize("n_draft", CHAINS)
+def test_a_replay_gives_the_loops_own_counters(bench: Bench, n_draft: int):
+    """In a ragged batch that sequences leave, and each alone."""
+    live = bench.live(n_draft)
+    assert replay(bench.draft, bench.samples, n_draft, PLACE) == live
+    alone = [replay(bench.draft, [one], n_draft, PLACE) for one in bench.samples]
+    assert [counters for [counters] in alone] == live
+
+
+def test_a_replay_keeps_to_the_drafts_positions(bench: Bench):
+    """Fewer guesses near the limit, and none beyond, as in the loop."""
+    limited = Eagle3Draft(replace(bench.draft.config, max_positions=30))
+    limited.load_state_dict(bench.draft.state_dict())
+    limited.eval().requires_grad_(False)
+    of_limited = replace(bench, draft=limited)
+    live = of_limited.live(3)
+    assert replay(limited, bench.samples, 3, PLACE) == live
+    assert sum(one.rounds for one in live) < sum(one.rounds for one in bench.live(3))
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_replay_of_states_of_other_rows_shows(bench: Bench, by: int):
+    moved = [replace(one, aux=one.aux.roll(by, 0)) for one in bench.samples]
+    assert replay(bench.draft, moved, 3, PLACE) != bench.live(3)
+
+
+def test_a_replay_finds_every_answer(bench: Bench):
+    """Two answers in one text, one of them the first tokens: as the walk has them."""
+    cached = bench.samples[2]
+    ids = cached.sample.input_ids
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    mask[:7] = mask[12:20] = True
+    sample = replace(cached.sample, loss_mask=mask)
+    states = states_of(bench.verifier, [sample], bench.verifier.dtype)[0]
+    twice = CachedSample(sample=sample, **vars(states))
+    walked = walk_answers(proposals(bench, [twice], 3).T, ids, mask)
+    assert replay(bench.draft, [twice], 3, PLACE) == [walked]
+    assert walked.rounds > 2 and walked.tokens == 6 + 8
 
 
 def test_a_pack_is_walked_like_its_samples(bench: Bench):
@@ -200,9 +244,19 @@ def test_measure_reports_the_loops_counters(bench: Bench):
     assert measured(bench, [False] * 3, ALONE).counters == total(live)  # unless there is no other
 
 
+def by_replay(bench: Bench, greedy: list[bool], ranks: RankInfo) -> AcceptanceReport:
+    return measure_by_replay(bench.draft, FakeReader(bench.samples, greedy), 3, ranks, PLACE)
+
+
+def test_a_replay_is_reported_as_the_walk_is(bench: Bench):
+    assert by_replay(bench, [True] * 3, ALONE) == measured(bench, [True] * 3, ALONE)
+    assert by_replay(bench, [False, True, False], ALONE).counters == bench.live(3)[1]
+
+
+@pytest.mark.parametrize("measured", [measured, by_replay])
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_ranks_share_the_samples_and_agree(
-    bench: Bench, world: int, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, world: int, measured: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     """Each rank fills its own rows of one table; their sum is the table of one rank alone."""
     tables: list[Tensor] = []

@@ -9,6 +9,7 @@ from torch import Tensor
 from conf.schema import LossKind, Supervise
 from data.chains import Chains, supervised_rows
 from data.records import TTTBatch
+from models.eagle3 import Eagle3Draft
 from models.kernels import CPU_FLASH, PLAIN
 
 DEPTH = 5
@@ -41,20 +42,35 @@ def test_loss_and_gradients_equal_the_plain_twin(masks, rule, kernel, lab):
     assert lab.apart(found.grads, lab.gradients(twin, module)) <= 1e-12
 
 
+@pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("rule", list(Supervise))
+@pytest.mark.parametrize("layers", [2, 3])
+def test_loss_and_gradients_with_further_layers_equal_the_plain_twin(layers, rule, kernel, lab):
+    """Step 0 of all layers but the last runs every row, and the twin runs all of them always."""
+    draft = lab.draft(layers=layers, norm_before_residual=True, qk_norm=True)
+    documents = lab.documents(MASKS["packed"])
+    module = lab.module(draft, DEPTH, rule, kernel=kernel)
+    found = lab.step(module, lab.pack(documents, DEPTH, rule))
+    twin = sum(lab.plain_sum(draft, d, DEPTH, rule, LossKind.kl) for d in documents)
+    assert found.loss == pytest.approx(twin.item(), rel=1e-12)
+    assert lab.apart(found.grads, lab.gradients(twin, module)) <= 1e-12
+
+
 @pytest.mark.parametrize("kind", list(LossKind))
 def test_every_loss_equals_its_definition(kind, lab):
     draft, documents = lab.draft(qk_norm=True), lab.documents(MASKS["packed"])
     module = lab.module(draft, DEPTH, kind=kind)
     found = lab.step(module, lab.pack(documents, DEPTH))
-    twin = sum(lab.plain_sum(draft, d, DEPTH, Supervise.span, kind) for d in documents)
+    twin = lab.recipe(DEPTH, kind=kind).total(draft, documents)
     assert found.loss == pytest.approx(twin.item(), rel=1e-12)
     assert lab.apart(found.grads, lab.gradients(twin, module)) <= 1e-12
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("rule", list(Supervise))
-def test_recomputing_steps_changes_nothing(rule, lab):
+def test_recomputing_steps_changes_nothing(rule, layers, lab):
     module, batch = (
-        lab.module(lab.draft(qk_norm=True), DEPTH, rule),
+        lab.module(lab.draft(qk_norm=True, layers=layers), DEPTH, rule),
         lab.pack(lab.documents(MASKS["packed"]), DEPTH, rule),
     )
     kept = lab.step(module, batch)
@@ -106,8 +122,9 @@ def trimming(lab):
     return make
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("rule", list(Supervise))
-def test_rows_and_steps_left_out_change_nothing(rule, lab, trimming):
+def test_rows_and_steps_left_out_change_nothing(rule, layers, lab, trimming):
     """Against the same step with every row of every document unrolled to the text's end."""
     trimmed, emits, needed, starts = trimming(rule)
     everywhere = lab.through(lab.documents(MASKS["packed"]), DEPTH).chains
@@ -116,7 +133,7 @@ def test_rows_and_steps_left_out_change_nothing(rule, lab, trimming):
         all_rows[k, step.rows] = True
     assert int(all_rows.sum()) > 1.5 * int(needed.sum())  # else the test shows nothing
     whole = replace(trimmed, chains=Chains.build(emits, all_rows, starts))
-    module = lab.module(lab.draft(fc_norm=True), DEPTH, rule)
+    module = lab.module(lab.draft(fc_norm=True, layers=layers), DEPTH, rule)
     one, other = lab.step(module, trimmed), lab.step(module, whole)
     assert one.loss == pytest.approx(other.loss, rel=1e-12)
     assert lab.apart(one.grads, other.grads) <= 1e-12
@@ -152,6 +169,26 @@ def test_other_rows_are_another_loss(rule, mistake, lab, trimming):
 
 
 @pytest.mark.parametrize("rule", list(Supervise))
+def test_the_first_of_two_layers_cannot_be_trimmed(rule, lab, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: rows that ask nothing skip it at step 0, as they do the last layer."""
+    batch = lab.pack(lab.documents([[0] * 12 + [1] * 6]), DEPTH, rule)
+    module = lab.module(lab.draft(layers=2), DEPTH, rule)
+    right = lab.step(module, batch)
+    remember, rows = Eagle3Draft.remember, batch.chains.steps[0].rows
+
+    def trimmed(self, share, hidden, positions, memories):
+        through = remember(self, share, hidden, positions, memories)
+        skipped = hidden.index_copy(0, rows, through[rows])
+        self.stack[-1].remember(None, skipped, positions, memories[-1])
+        return through
+
+    monkeypatch.setattr(Eagle3Draft, "remember", trimmed)
+    wrong = lab.step(module, batch)
+    assert abs(wrong.loss - right.loss) > 1e-3 * abs(right.loss)
+    assert lab.apart(wrong.grads, right.grads) > 1e-3
+
+
+@pytest.mark.parametrize("rule", list(Supervise))
 def test_no_row_more_can_be_left_out(rule, lab, trimming):
     """Negative control: each of the rows that run is needed."""
     batch, emits, needed, starts = trimming(rule)
@@ -165,11 +202,12 @@ def test_no_row_more_can_be_left_out(rule, lab, trimming):
         assert lab.apart(found.grads, whole.grads) > 1e-3, row
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("rule", list(Supervise))
-def test_rows_that_never_ask_still_give_keys(rule, lab):
+def test_rows_that_never_ask_still_give_keys(rule, layers, lab):
     """The prompt is seen though none of its rows runs; what comes after the last answer is not."""
     mask = [0] * 12 + [1, 1, 1, 1, 1, 1] + [0] * 6
-    draft, document = lab.draft(), lab.document(mask)
+    draft, document = lab.draft(layers=layers), lab.document(mask)
     module = lab.module(draft, 2, rule)
     right = lab.step(module, lab.pack([document], 2, rule))
 
@@ -191,7 +229,7 @@ def test_rows_that_never_ask_still_give_keys(rule, lab):
 @pytest.mark.parametrize("masks", [[[0] * 10], [[0]], [[0] * 4, [0, 1, 0], [0] * 7]], ids=str)
 def test_nothing_supervised_gives_zero_loss_and_zero_gradients(masks, kind, rule, lab):
     """Every trainable parameter takes part, so that all ranks reduce the same gradients."""
-    draft = lab.draft(fc_norm=True, norm_before_fc=True, qk_norm=True)
+    draft = lab.draft(fc_norm=True, norm_before_fc=True, qk_norm=True, layers=2)
     module = lab.module(draft, DEPTH, rule, kind)
     output = module(lab.pack(lab.documents(masks), DEPTH, rule), torch.ones(len(masks)).double())
     output.loss.backward()

@@ -23,14 +23,14 @@ def chained(draft: Eagle3Draft, ids: Tensor, aux: Tensor, depth: int) -> Tensor:
     reads for each guess.
     """
     rows = len(aux)
-    cache = DraftCache(capacity=rows + depth)
+    caches = [DraftCache(capacity=rows + depth) for _ in draft.stack]
     fused = draft.fuse(aux[None])
     share = draft.share_of(ids[None, 1 : rows + 1])
-    output = draft(share, fused, torch.arange(rows)[None], cache)
+    output = draft(share, fused, torch.arange(rows)[None], caches)
     normed = [output.normed[0, -1]]
     for k in range(1, depth):
         share = draft.share_of(ids[None, rows + k : rows + k + 1])
-        output = draft(share, output.hidden[:, -1:], torch.tensor([[rows - 1 + k]]), cache)
+        output = draft(share, output.hidden[:, -1:], torch.tensor([[rows - 1 + k]]), caches)
         normed.append(output.normed[0, -1])
     return torch.stack(normed)
 
@@ -59,19 +59,30 @@ def test_unroll_equals_chained_decoding(depth, switches, lab):
     assert worst_difference(lab, lab.draft(**switches), depth, CPU_FLASH) <= 1e-10
 
 
+@pytest.mark.parametrize(
+    ("layers", "depth", "switches"),
+    [*((2, depth, name) for depth in (1, 4, 7) for name in ("none", "all")), (3, 4, "none")],
+)
+def test_parity_holds_with_further_layers(layers, depth, switches, lab):
+    draft = lab.draft(layers=layers, **SWITCHES[switches])
+    assert worst_difference(lab, draft, depth, CPU_FLASH) <= 1e-10
+
+
 def test_parity_holds_for_the_plain_kernel_and_without_key_sharing(lab):
     assert worst_difference(lab, lab.draft(), 5, PLAIN) <= 1e-10
     assert worst_difference(lab, lab.draft(num_kv_heads=4), 5, CPU_FLASH) <= 1e-10
 
 
-@pytest.mark.parametrize("mistake", ["position", "token", "hidden", "keys"])
+@pytest.mark.parametrize(
+    "mistake", ["position", "token", "hidden", "keys", "keys of the second layer"]
+)
 def test_parity_catches_an_off_by_one(mistake: str, lab, monkeypatch: pytest.MonkeyPatch):
     """Negative control: each of the four things a later step is fed."""
-    draft = lab.draft()
+    draft = lab.draft(layers=2 if "second" in mistake else 1)
     forward = Eagle3Draft.forward
     calls: list[tuple[Tensor, Tensor]] = []
 
-    def wrong(self, share, hidden, positions, memory, known=False):
+    def wrong(self, share, hidden, positions, memories, known=False):
         step = len(calls)
         calls.append((share, hidden))
         if mistake == "position" and positions.dim() == 1:
@@ -80,9 +91,9 @@ def test_parity_catches_an_off_by_one(mistake: str, lab, monkeypatch: pytest.Mon
             share = calls[step - 1][0][: len(share)]
         if mistake == "hidden" and step:
             hidden = calls[0][1][: len(hidden)]
-        if mistake == "keys":
-            memory.earlier = []
-        return forward(self, share, hidden, positions, memory, known)
+        if mistake.startswith("keys"):
+            memories[0 if mistake == "keys" else 1].earlier = []
+        return forward(self, share, hidden, positions, memories, known)
 
     document = lab.document([0] * 20)
     expected = chained(draft, document.ids[:10], document.aux[:6], 4)
@@ -130,11 +141,12 @@ def test_other_norms_of_query_and_key_are_seen(wrong, lab):
         assert float((found - wanted).detach().abs().max()) > 1e-2
 
 
-def test_own_feeding_equals_chained_greedy_drafting(lab):
-    draft, depth = lab.draft(qk_norm=True), 5
-    documents = lab.documents([[0] * 20, [0] * 14])
+@pytest.mark.parametrize(("layers", "lengths"), [(1, (20, 14)), (2, (9, 5))])
+def test_own_feeding_equals_chained_greedy_drafting(layers, lengths, lab):
+    draft, depth = lab.draft(qk_norm=True, layers=layers), 5
+    documents = lab.documents([[0] * length for length in lengths])
     proposed = unroll_own(draft, lab.through(documents, 1), CPU_FLASH, depth)
-    assert proposed.shape == (depth, 34)
+    assert proposed.shape == (depth, sum(lengths))
     begin = 0
     for document in documents:
         for row in range(len(document.ids) - 1):

@@ -138,7 +138,7 @@ def test_a_draft_model_and_a_look_up(made):
     assert "--speculative-algorithm NGRAM --speculative-num-draft-tokens 3" in line
     assert "draft-model-path" not in line
     own = advise_on_figures(small, Question(dialogues=0, stack=Stack.eyrie), made.place)
-    assert own.verdict == "off" and "Eyrie's loop runs EAGLE-3 heads alone" in own.reason
+    assert own.verdict == "off" and "Eyrie's loop runs EAGLE-3 and Medusa heads alone" in own.reason
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,7 @@ def test_a_draft_model_and_a_look_up(made):
         (Stack.sglang, None, {"norm_before_residual": True}, "serve it with vLLM"),
         (Stack.sglang, None, {"norm_before_fc": True}, "serve it with vLLM"),
         (Stack.sglang, None, {"qk_norm": True}, "reads the head's qk_norm"),
+        (Stack.sglang, None, {"layers": 2}, "train one with draft.layers=1"),
     ],
 )
 def test_stacks_that_lack_the_family(made, measured, stack, version, flags, said):
@@ -165,6 +166,7 @@ def test_heads_that_they_do_read(made, measured):
         (Stack.vllm, "0.22", {"fc_norm": True, "norm_output": True}),
         (Stack.vllm, "0.8.5", {}),
         (Stack.vllm, None, {"qk_norm": True}),
+        (Stack.vllm, None, {"layers": 2}),
         (Stack.sglang, "0.4.4", {}),
         (Stack.eyrie, None, {"norm_before_residual": True}),
     ):

@@ -10,7 +10,7 @@ from data.eval_prompts import EvalPrompt
 from data.records import Turn
 from eval.acceptance import Interval
 from eval.measure import Answer, ExactRuns, PromptRuns
-from eval.ngram import NgramTable
+from eval.ngram import floor_config
 from eval.proof.difference import Difference
 from eval.report import DataOrigin, EvalReport, EvalSettings
 from eval.speed_report import (
@@ -27,6 +27,7 @@ from eval.speed_report import (
 from eval.summary import Measured, best_chain, build_report, first_batch
 from eval.temperatures import TemperatureRuns
 from eval.verify import AcceptRule
+from models.phrases import PhraseTable
 
 N = 2
 
@@ -145,7 +146,7 @@ def report(
         held_out_depth=3,
     )
     drawn = [TemperatureRuns(one, AcceptRule.rejection, spoken(runs.top)) for one in temperatures]
-    measured = Measured(runs, times, NgramTable(4).fit([[1, 2, 3, 9]]), drawn)
+    measured = Measured(runs, times, PhraseTable.counted(floor_config(16), [[1, 2, 3, 9]]), drawn)
     provenance = {"git": "abc", "packages": {"torch": "2.13.0"}, "argv": ["x"]}
     return build_report(measured, settings, origin, provenance)
 

@@ -139,7 +139,7 @@ def publish(tmp_path: Path) -> Callable[[Eagle3Draft], Published]:
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "num_hidden_layers": 1,
+            "num_hidden_layers": sizes.layers,
             "hidden_act": "silu",
             "hidden_size": sizes.hidden_size,
             "intermediate_size": sizes.intermediate_size,

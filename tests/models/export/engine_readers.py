@@ -37,6 +37,7 @@ def sizes(config: dict[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "max_positions": config.get("max_position_embeddings", 2048),
         "rope": rope,
+        "layers": config["num_hidden_layers"],
     }
 
 
@@ -78,13 +79,17 @@ def tensorrt_llm(config: dict[str, Any], names: list[str], captured: list[int]) 
         fc_norm=fc_norm,
         norm_output=bool(config.get("norm_output") or eagle.get("return_hidden_post_norm", False)),
     )
-    return Head(draft, [n for n in names if n.endswith(("q_norm.weight", "k_norm.weight"))])
+    ignored = [n for n in names if n.endswith(("q_norm.weight", "k_norm.weight"))]
+    if draft.layers > 1:  # a list of modules, midlayer.0 and so on
+        ignored += [n for n in names if n.startswith("layers.")]
+    return Head(draft, ignored)
 
 
 def llamacpp(config: dict[str, Any], names: list[str], layers: int) -> Head:
     """The converter's reading; it ends with an error for a tensor that it has no place for."""
     assert "draft_vocab_size" in config
-    assert config["num_hidden_layers"] == 1
+    if config["num_hidden_layers"] != 1:
+        raise ValueError("one layer is wanted")
     places = (
         "fc.",
         "norm.",

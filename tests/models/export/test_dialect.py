@@ -314,7 +314,7 @@ def test_impossible_values_are_refused_by_name(judge, change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (put(num_hidden_layers=2), "num_hidden_layers=2: a head of more than one layer"),
+        (put(num_hidden_layers=32), r"[^_]layers=32: must be a whole number in 1\.\.16"),
         (put(target_hidden_size=96), "target_hidden_size=96: differs from hidden_size=48"),
         (put(layer_types=["sliding_attention"], sliding_window=64), "sliding_window=64"),
         (put(use_sliding_window=True, sliding_window=64), "sliding_window=64"),

@@ -25,7 +25,10 @@ from tests.models.export.engine_readers import Head, llamacpp, sglang, tensorrt_
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LAYERS = 8  # of the verifier
 FLAGS = (*NORM_FLAGS, "qk_norm")
-COMBINATIONS = list(product((False, True), repeat=len(FLAGS)))
+HEADS = {
+    "".join("01"[x] for x in values): dict(zip(FLAGS, values, strict=True))
+    for values in product((False, True), repeat=len(FLAGS))
+} | {"two layers": {"layers": 2}}
 ALL = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.format.value)
 
 
@@ -48,12 +51,12 @@ def head_run_by(layout, folder: Path, card) -> Head:
 
 
 @pytest.mark.parametrize("layout", [SGLANG, LLAMACPP, TRTLLM], ids=lambda one: one.format.value)
-@pytest.mark.parametrize("values", COMBINATIONS, ids=lambda v: "".join("01"[x] for x in v))
+@pytest.mark.parametrize("changes", HEADS.values(), ids=HEADS)
 def test_an_engine_runs_the_head_that_was_trained_or_export_refuses(
-    layout, values, make_head, facts_of, plain_card, tmp_path
+    layout, changes, make_head, facts_of, plain_card, tmp_path
 ):
     """Both ways: what is exported is read as trained, and what is refused would be misread."""
-    draft = make_head(**dict(zip(FLAGS, values, strict=True)))
+    draft = make_head(**changes)
     facts, folder = facts_of(draft.config), tmp_path / "head"
     reasons = list(layout.refusals(draft.config))
     if not reasons:

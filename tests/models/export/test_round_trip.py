@@ -41,6 +41,10 @@ class Case:
 
 # Every combination of flags, the shapes and both precisions in turn.
 CASES = [Case(bits, SHAPES[bits % 4], list(Precision)[(bits >> 2) % 2]) for bits in range(32)]
+CASES += [
+    Case(0, {"layers": 2}, Precision.float32),
+    Case(0b11001, {"layers": 3}, Precision.bfloat16),
+]
 
 
 @pytest.fixture(params=LAYOUTS.values(), ids=lambda layout: layout.format.value)
@@ -59,7 +63,7 @@ def write(layout: Layout, facts_of, plain_card, tmp_path: Path) -> Callable[...,
     return folder
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.bits:05b}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.bits:05b} {case.shape}")
 def test_out_and_in_and_out_again(make_head, facts_of, read_back, write, layout, case: Case):
     """User reports B34, B40, B46, B47, B49, B64, B65: nothing is lost on the way."""
     draft = make_head(**case.changes)

@@ -20,7 +20,7 @@ def run(draft, seed: int = 0) -> torch.Tensor:
     aux = torch.randn(1, 9, 144, generator=generator)
     tokens = torch.randint(0, 128, (1, 9), generator=generator)
     share, positions = draft.share_of(tokens), torch.arange(9)[None]
-    output = draft(share, draft.fuse(aux), positions, DraftCache(9))
+    output = draft(share, draft.fuse(aux), positions, [DraftCache(9) for _ in draft.stack])
     logits = draft.logits(output.normed)
     ids = draft.to_target_ids(torch.arange(logits.shape[-1]))
     spread = torch.full((*logits.shape[:-1], 128), -9e9).index_copy(-1, ids, logits)
@@ -34,11 +34,12 @@ def same_head(one, other) -> bool:
 
 @pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])
+@pytest.mark.parametrize("layers", [1, 2])
 def test_both_files_and_both_spellings_give_the_head(
-    make_head, publish, read_back, pickled, prefix
+    make_head, publish, read_back, pickled, prefix, layers
 ):
     """User report B34: maps and rows are those of the file, bit for bit."""
-    draft = make_head()
+    draft = make_head(layers=layers)
     files = publish(draft)
     files.tensors = {n.replace("midlayer.", prefix): t for n, t in files.tensors.items()}
     back = read_back(files.write(pickled), draft)
@@ -197,7 +198,8 @@ def test_every_tensor_is_missed_and_every_shape_is_held(make_head, publish, read
         ("fc.bias", torch.zeros(48), "a bias, and a draft here has none"),
         ("midlayer.self_attn.q_proj.bias", torch.zeros(128), "a bias"),
         ("mask_hidden", torch.zeros(1, 144), "parallel drafting"),
-        ("layers.1.hidden_norm.weight", torch.zeros(48), "unknown"),
+        ("layers.1.hidden_norm.weight", torch.zeros(48), "unknown, config.json names fewer layers"),
+        ("additional_layers.0.hidden_norm.weight", torch.zeros(48), "SGLang spells it so"),
         ("model.norm.weight", torch.zeros(48), "unknown"),
         ("midlayer.self_attn.q_norm.weight", torch.zeros(32), "without norms of query and key"),
         ("fc_norm.0.weight", torch.zeros(48), "does not set fc_norm=true"),

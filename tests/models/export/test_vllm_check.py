@@ -79,7 +79,7 @@ def test_every_wrong_shape_and_dtype_is_seen(folder):
         ("fc_norm.3.weight", "fewer aux layers"),
         ("model.norm.weight", "prefix"),
         ("midlayer.self_attn.rotary_emb.inv_freq", "unknown"),
-        ("layers.1.input_layernorm.weight", "unknown"),
+        ("layers.1.input_layernorm.weight", "num_hidden_layers names fewer layers"),
         ("mask_hidden", "unknown"),
     ],
 )

@@ -45,6 +45,14 @@ LLAMA3 = {
 }
 
 
+SECOND = {  # of a layer after the first, which reads no embedding
+    name.replace("midlayer.", "layers.1."): (shape[0], 48) if ".self_attn.q" in name else shape
+    for name, shape in PLAIN.items()
+    if name.startswith("midlayer.") and "hidden_norm" not in name
+}
+SECOND |= {f"layers.1.self_attn.{name}_proj.weight": (32, 48) for name in "kv"}
+
+
 def config_in(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
@@ -57,6 +65,16 @@ def config_in(folder: Path) -> dict:
         ({"fc_norm": True}, {f"fc_norm.{i}.weight": (48,) for i in range(3)}),
         ({"norm_output": True, "norm_before_residual": True}, {}),
         ({"qk_norm": True}, {f"midlayer.self_attn.{n}_norm.weight": (32,) for n in "qk"}),
+        ({"layers": 2}, SECOND),
+        (
+            {"layers": 2, "qk_norm": True},
+            SECOND
+            | {
+                f"{layer}.self_attn.{n}_norm.weight": (32,)
+                for layer in ("midlayer", "layers.1")
+                for n in "qk"
+            },
+        ),
     ],
 )
 def test_the_tensor_set_is_exact(make_head, export_head, changes, extra):

@@ -14,7 +14,7 @@ def run(draft, seed: int = 0) -> torch.Tensor:
     aux = torch.randn(1, 9, 144, generator=generator)
     tokens = torch.randint(0, 128, (1, 9), generator=generator)
     share, positions = draft.share_of(tokens), torch.arange(9)[None]
-    output = draft(share, draft.fuse(aux), positions, DraftCache(9))
+    output = draft(share, draft.fuse(aux), positions, [DraftCache(9) for _ in draft.stack])
     return torch.cat([draft.logits(output.normed).flatten(), output.hidden.flatten()])
 
 

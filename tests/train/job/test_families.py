@@ -426,9 +426,9 @@ class Leaning(Eagle3Draft):
         return super().share_of(tokens, asks)
 
     def forward(
-        self, share: Tensor, hidden: Tensor, positions: Tensor, memory, known: bool = False
+        self, share: Tensor, hidden: Tensor, positions: Tensor, memories, known: bool = False
     ) -> DraftOutput:
-        output = super().forward(share, hidden, positions, memory, known)
+        output = super().forward(share, hidden, positions, memories, known)
         beside = self.tokens[..., None].to(output.normed.dtype)
         return DraftOutput(output.hidden, torch.cat([output.normed, beside], -1))
 

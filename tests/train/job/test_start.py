@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from conf.runtime import RankInfo
 from conf.schema import (
@@ -16,6 +17,7 @@ from conf.schema import (
     Device,
     DraftSection,
     HeadInit,
+    LayerInit,
     Precision,
     RunConfig,
     StateDtype,
@@ -34,6 +36,7 @@ from models.start import config_to_train, vocabulary_to_train
 from models.verifier import VerifierEnds, VerifierFacts, load_ends, load_facts
 from models.vocab import DraftVocab
 from train.loop import build, curve_fingerprint, row_weights
+from train.stages import refuse_unfit_start
 
 CPU = torch.device("cpu")
 ALONE = RankInfo(0, 1, 0)
@@ -109,6 +112,23 @@ def test_training_begins_with_the_bits_of_the_head(job: Job, kind: str):
     rows = job.ends.head[module.draft.d2t + torch.arange(48)]
     assert torch.equal(module.distillation.head, rows)  # the teacher speaks of the same tokens
     assert module.draft.lm_head.weight.requires_grad
+
+
+def test_layers_begin_as_the_verifiers_last_one(job: Job):
+    cfg = job.started(None, layers=2, layer_init=LayerInit.verifier)
+    refuse_unfit_start(cfg)
+    stored = load_file(Path(cfg.verifier.path) / "model.safetensors")
+    for layer in job.build(cfg).draft.stack:
+        for name in ("self_attn.o_proj.weight", "mlp.up_proj.weight"):
+            assert torch.equal(layer.get_parameter(name), stored[f"model.layers.7.{name}"])
+    cfg.draft.intermediate_size = 80
+    with pytest.raises(ConfigError, match=r"layer_init=verifier: .*mlp\.gate_proj.*\(80, 64\)"):
+        refuse_unfit_start(cfg)
+
+
+def test_a_head_of_other_layers_is_no_start(job: Job):
+    with pytest.raises(ConfigError, match=r"its layers is 1, here .* 2; set draft\.layers=1"):
+        refuse_unfit_start(job.started(job.folder / "best", layers=2))
 
 
 def one_step(job: Job, cfg: RunConfig, rate: float) -> dict[str, torch.Tensor]:

@@ -1,0 +1,66 @@
+"""Rules on the family of a draft: what only some families can, and knobs they would not heed."""
+
+from collections.abc import Iterator
+
+from conf.schema import FULL, DraftFamily, DraftSection, ExportFormat, Phrases, RunConfig, Stage
+
+OF_PHRASES = ("phrases", "order")
+MOST_ORDER = 16
+
+
+def families(cfg: RunConfig) -> Iterator[str]:
+    family = cfg.draft.family
+    if cfg.engine.zero_stage == 3 and family not in (DraftFamily.eagle3, DraftFamily.ngram):
+        yield (
+            f"engine.zero_stage=3: gathers the weights of EAGLE-3 heads alone, and this is "
+            f"draft.family={family.value}; set engine.zero_stage=2"
+        )
+    if family is DraftFamily.ngram:
+        yield from ngram(cfg)
+        return
+    for name in OF_PHRASES:
+        yield from unheeded(cfg, name)
+
+
+def ngram(cfg: RunConfig) -> Iterator[str]:
+    """It has no weights: no knob of a head or a layer means anything to it."""
+    for name in vars(DraftSection()):
+        if name not in ("family", *OF_PHRASES):
+            yield from unheeded(cfg, name)
+    least = 1 if cfg.draft.phrases is Phrases.table else 2
+    if not least <= cfg.draft.order <= MOST_ORDER:
+        yield (
+            f"draft.order={cfg.draft.order}: must be in {least}..{MOST_ORDER} with "
+            f"draft.phrases={cfg.draft.phrases.value}; try draft.order=4"
+        )
+    if Stage.export not in cfg.stages:
+        return
+    for kind in cfg.export.formats:
+        if kind is not ExportFormat.vllm:
+            yield (
+                f"export.formats: {kind.value}: draft.family=ngram is described for vLLM alone; "
+                "set export.formats=[vllm]"
+            )
+    if cfg.draft.phrases is not Phrases.context:
+        yield (
+            f"draft.phrases={cfg.draft.phrases.value}: vLLM looks phrases up in the context alone "
+            "and reads no table; set draft.phrases=context, or leave export out of stages"
+        )
+
+
+def unheeded(cfg: RunConfig, name: str) -> Iterator[str]:
+    """A knob of the draft section that is set, though the family has no use for it."""
+    value, only = getattr(cfg.draft, name), getattr(DraftSection(vocab_size=FULL), name)
+    if value != only:
+        yield (
+            f"draft.{name}={spelled(value)}: has no effect with "
+            f"draft.family={cfg.draft.family.value}; set draft.{name}={spelled(only)}"
+        )
+
+
+def spelled(value: object) -> str:
+    """As a command line has it."""
+    plain = getattr(value, "value", value)
+    if plain is None:
+        return "null"
+    return str(plain).lower() if isinstance(plain, bool) else str(plain)

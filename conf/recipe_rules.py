@@ -1,0 +1,19 @@
+"""Rules on how a draft is trained: what of its recipe the other choices leave no effect to."""
+
+from collections.abc import Iterator
+
+from conf.schema import DraftFamily, Feed, RunConfig, StepWeights
+
+
+def recipe(cfg: RunConfig) -> Iterator[str]:
+    """ttt.feed and ttt.weights are about chains, which eagle3 alone is trained on."""
+    family = cfg.draft.family
+    for knob, value, default in (
+        ("ttt.feed", cfg.ttt.feed, Feed.data),
+        ("ttt.weights", cfg.ttt.weights, StepWeights.decay),
+    ):
+        if value is not default and family is not DraftFamily.eagle3:
+            yield (
+                f"{knob}={value.value}: has an effect for draft.family=eagle3 alone, and this is "
+                f"{family.value}; take {knob}={default.value}"
+            )
