@@ -55,7 +55,6 @@ def export_medusa(
 
 def card_text(draft: MedusaConfig, card: CardFacts, commands: list[str]) -> str:
     """README.md of the folder."""
-    rows = "the verifier's own rows, frozen" if draft.shared_rows else "rows of their own"
     return "\n".join(
         [
             *front_matter(card, "medusa"),
@@ -73,12 +72,7 @@ def card_text(draft: MedusaConfig, card: CardFacts, commands: list[str]) -> str:
             "",
             "## Heads",
             "",
-            f"- {draft.heads} heads, head k guesses the token k places after the one emitted last; "
-            f"{draft.layers} residual blocks of width {draft.hidden_size} each, {rows}",
-            f"- draft vocabulary {draft.draft_vocab_size:,} of {draft.vocab_size:,} tokens",
-            f"- for `{card.verifier}`, revision {card.revision or 'not recorded'}, weights "
-            f"fingerprint {card.verifier_fingerprint or 'not recorded'}; states captured in "
-            f"{card.verifier_dtype}, after the final norm",
+            *heads_part(draft, card),
             "",
             "## Training",
             "",
@@ -94,3 +88,15 @@ def card_text(draft: MedusaConfig, card: CardFacts, commands: list[str]) -> str:
             "",
         ]
     )
+
+
+def heads_part(draft: MedusaConfig, card: CardFacts) -> list[str]:
+    rows = "the verifier's own rows, frozen" if draft.shared_rows else "rows of their own"
+    return [
+        f"- {draft.heads} heads, head k guesses the token k places after the one emitted last; "
+        f"{draft.layers} residual blocks of width {draft.hidden_size} each, {rows}",
+        f"- draft vocabulary {draft.draft_vocab_size:,} of {draft.vocab_size:,} tokens",
+        f"- for `{card.verifier}`, revision {card.revision or 'not recorded'}, weights "
+        f"fingerprint {card.verifier_fingerprint or 'not recorded'}; states captured in "
+        f"{card.verifier_dtype}, after the final norm",
+    ]
