@@ -38,6 +38,13 @@ class Device(Enum):
     cuda = "cuda"
 
 
+class Gpu(Enum):
+    a100_40 = "a100_40"  # 40 GB
+    a100 = "a100"  # 80 GB
+    h100 = "h100"  # SXM, 80 GB
+    h200 = "h200"  # SXM, 141 GB
+
+
 class Attention(Enum):
     sdpa = "sdpa"
     eager = "eager"
@@ -115,6 +122,11 @@ class LossKind(Enum):
     tv = "tv"
     lk = "lk"
     mix = "mix"  # kl where draft and verifier differ, tv where they nearly agree
+
+
+class OptimKind(Enum):
+    adamw = "adamw"
+    muon = "muon"  # for the matrices inside the draft; AdamW for its head and its norms
 
 
 class Normalise(Enum):

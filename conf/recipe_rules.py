@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from conf.schema import DraftFamily, Feed, RunConfig, StepWeights
+from conf.schema import DraftFamily, Feed, OptimKind, RunConfig, StepWeights
 
 
 def recipe(cfg: RunConfig) -> Iterator[str]:
-    """ttt.feed and ttt.weights are about chains, which eagle3 alone is trained on."""
+    """ttt.feed and ttt.weights are about chains, which eagle3 alone is trained on; and which
+    optimizer goes with which sharding."""
     family = cfg.draft.family
     for knob, value, default in (
         ("ttt.feed", cfg.ttt.feed, Feed.data),
@@ -17,3 +18,8 @@ def recipe(cfg: RunConfig) -> Iterator[str]:
                 f"{knob}={value.value}: has an effect for draft.family=eagle3 alone, and this is "
                 f"{family.value}; take {knob}={default.value}"
             )
+    if cfg.optim.kind is OptimKind.muon and cfg.engine.zero_stage:
+        yield (
+            f"optim.kind=muon: needs whole matrices, and engine.zero_stage={cfg.engine.zero_stage} "
+            "flattens and splits them; take engine.zero_stage=0, or optim.kind=adamw"
+        )

@@ -96,6 +96,9 @@ AT_LEAST_ONE = {  # knob: a value that works
     "optim.micro_batch_tokens": "8192",
     "optim.max_steps": "null",
     "engine.threads": "null",
+    "plan.tokens": "1e9",
+    "plan.gpus": "8",
+    "plan.node_gpus": "8",
     "log.every": "10",
     "log.valid_every": "100",
     "log.save_every": "200",
@@ -114,8 +117,13 @@ ABOVE_ZERO = {
     "optim.eps": "1e-8",
     "optim.clip": "0.5",
     "optim.epochs": "2",
+    "optim.flops": "null",
     "regenerate.timeout": "600",
     "capture.tolerance": "null",
+    "plan.tokens": "1e9",
+    "plan.price": "null",
+    "plan.read_gbs": "4",
+    "plan.disk_tb": "null",
 }
 
 
@@ -130,6 +138,9 @@ def positive_numbers(cfg: RunConfig) -> Iterator[str]:
             yield f"{knob}={value}: must be at least 1; try {knob}={remedy}"
     if cfg.data.max_length < 4:
         yield f"data.max_length={cfg.data.max_length}: must be at least 4; try data.max_length=2048"
+    if cfg.plan.sample_tokens < 4:
+        got = f"plan.sample_tokens={cfg.plan.sample_tokens}"
+        yield f"{got}: must be at least 4; try plan.sample_tokens=1024"
     for knob, remedy in ABOVE_ZERO.items():
         value = value_of(cfg, knob)
         if value is not None and not 0 < value < float("inf"):
@@ -141,6 +152,9 @@ def shares(cfg: RunConfig) -> Iterator[str]:
         "ttt.decay": (cfg.ttt.decay, 1.0, 0.8),
         "data.valid_share": (cfg.data.valid_share, 0.5, 0.05),
         "regenerate.top_p": (cfg.regenerate.top_p, 1.0, 0.95),
+        "plan.supervised_share": (cfg.plan.supervised_share, 1.0, 0.5),
+        "plan.train_mfu": (cfg.plan.train_mfu, 1.0, 0.4),
+        "plan.forward_mfu": (cfg.plan.forward_mfu, 1.0, 0.5),
     }
     for knob, (value, top, remedy) in bounds.items():
         if not 0 < value <= top:

@@ -13,11 +13,13 @@ from conf.choices import (
     EvalRule,
     ExportFormat,
     Feed,
+    Gpu,
     HeadInit,
     LayerInit,
     LossKind,
     MissingStates,
     Normalise,
+    OptimKind,
     Phrases,
     Precision,
     Stage,
@@ -167,6 +169,7 @@ class LossSection:
 
 @dataclass
 class OptimSection:
+    kind: OptimKind = OptimKind.adamw
     lr: float = 1e-4  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
@@ -243,6 +246,24 @@ class ExportSection:
 
 
 @dataclass
+class PlanSection:
+    """Of launch.plan alone; no stage reads it."""
+
+    tokens: float = 1e9  # of the training samples, prompts included
+    supervised_share: float = 0.5  # of them: tokens of answers
+    sample_tokens: int = 1024  # of a sample on average: one prompt and its answer
+    gpus: int = 8
+    gpu: Gpu = Gpu.h100
+    node_gpus: int = 8  # GPUs of one machine
+    price: float | None = None  # of one GPU for an hour, in any currency; null: no cost is said
+    train_mfu: float = 0.4  # assumed share of the GPU's peak that training reaches
+    forward_mfu: float = 0.5  # and the verifier's forward
+    read_gbs: float = 4.0  # gigabytes a second that one machine reads and writes of the cache
+    disk_tb: float | None = None  # terabytes there are for the cache; null: not judged
+    check: bool = False  # also run a small job on this machine, and compare the plan with it
+
+
+@dataclass
 class RunConfig:
     stages: list[Stage] = field(default_factory=lambda: list(Stage))
     run: RunSection = field(default_factory=RunSection)
@@ -259,3 +280,4 @@ class RunConfig:
     log: LogSection = field(default_factory=LogSection)
     eval: EvalSection = field(default_factory=EvalSection)
     export: ExportSection = field(default_factory=ExportSection)
+    plan: PlanSection = field(default_factory=PlanSection)

@@ -67,11 +67,8 @@ def draw_speed(
     line(axes, measured, 0)
     line(axes, predicted, 1, style="--")
     for number, point in enumerate(trees):
-        at, colour, marker = (
-            [point.x],
-            SERIES[(number + 2) % len(SERIES)],
-            MARKERS[(number + 2) % len(MARKERS)],
-        )
+        at, kind = [point.x], (number + 2) % len(SERIES)  # the curves have the first two
+        colour, marker = SERIES[kind], MARKERS[kind]
         name = f"{shortened(point.label)} (predicted {point.predicted:.2f})"
         axes.plot(
             at, [point.y], linestyle="", marker=marker, color=colour, markersize=8, label=name
@@ -287,4 +284,17 @@ def draw_curves(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=10, loc="best")
+    save(figure, path)
+
+
+def draw_panels(path: Path, panels: Sequence[Labels], curves: Sequence[Sequence[Curve]]) -> None:
+    """Curves side by side, both axes logarithmic, one panel a title."""
+    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    drawn = figure.subplots(1, len(panels), sharey=True)
+    for axes, labels, group in zip(drawn, panels, curves, strict=True):
+        dress(axes, labels.title, labels.x, labels.y)
+        for number, curve in enumerate(group):
+            line(axes, curve, number)
+        axes.loglog(base=2)
+        axes.legend(frameon=False, fontsize=9, loc="best")
     save(figure, path)

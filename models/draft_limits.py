@@ -37,7 +37,7 @@ def faults(draft: "DraftConfig | Eagle1Config") -> Iterator[str]:
     """Each names the field, its value and the rule."""
     sizes = dict.fromkeys(SIZES, LARGEST) | {"max_positions": 2**31, "layers": MOST_LAYERS}
     for name, most in sizes.items():
-        value = getattr(draft, name)
+        value = getattr(draft, name, 1)  # a family of one layer has no number of them
         if type(value) is not int or not 1 <= value <= most:
             yield f"{name}={value!r}: must be a whole number in 1..{most}"
             return

@@ -142,7 +142,8 @@ class FirstLayer(nn.Module):
 class Eagle1Draft(nn.Module):
     """Trainable parameters carry the names of EAGLE-1 files; the verifier's own are frozen copies.
 
-    It takes its steps as ``Eagle3Draft`` does: a token's share, the state, positions and a memory.
+    It takes its steps as ``Eagle3Draft`` does: a token's share, the state, positions and a memory
+    for each of its layers, which is one.
     """
 
     def __init__(self, config: Eagle1Config):
@@ -185,15 +186,15 @@ class Eagle1Draft(nn.Module):
                 module.weight = nn.Parameter(weight, requires_grad=False)
 
     @property
-    def stack(self) -> list[FirstLayer]:
-        """Its layers, of which each has a memory."""
-        return [self.layer]
-
-    @property
     def layer(self) -> FirstLayer:
         layer = self.layers[0]
         assert isinstance(layer, FirstLayer)
         return layer
+
+    @property
+    def stack(self) -> list[FirstLayer]:
+        """Its decoder layers, each with a memory."""
+        return [self.layer]
 
     def fuse(self, aux: Tensor) -> Tensor:
         """The stream after the verifier's last layer [..., D] -> its final state [..., D]."""
@@ -213,11 +214,10 @@ class Eagle1Draft(nn.Module):
     def remember(
         self, share: Tensor, hidden: Tensor, positions: Tensor, memories: Sequence[Memory]
     ) -> None:
-        """Give the layer's memory the keys of rows, and compute nothing else."""
-        (memory,) = memories
+        """Give the memory the keys of rows, and compute nothing else."""
         attention = self.layer.self_attn
         rotation = attention.rotary.at(positions, share.dtype)
-        attention.remember(self.entered(share, hidden), rotation, memory)
+        attention.remember(self.entered(share, hidden), rotation, memories[0])
 
     def forward(
         self,
@@ -229,11 +229,10 @@ class Eagle1Draft(nn.Module):
     ) -> DraftOutput:
         """One step: row t pairs x[t+1+k] with f[t] or the guess of it, and guesses the next one.
 
-        share [..., D] of the tokens, hidden [..., D], positions [...]; the layer's memory says
-        which keys a row sees. ``known``: it has the rows' own keys from ``remember``.
+        share [..., D] of the tokens, hidden [..., D], positions [...]; the memory says which keys
+        a row sees. ``known``: it has the rows' own keys from ``remember``.
         """
-        (memory,) = memories
-        layer, entered = self.layer, self.entered(share, hidden)
+        layer, entered, memory = self.layer, self.entered(share, hidden), memories[0]
         rotation = layer.self_attn.rotary.at(positions, share.dtype)
         if not known:
             layer.self_attn.remember(entered, rotation, memory)

@@ -89,7 +89,11 @@ def load_facts(section: VerifierSection, cache: Path) -> VerifierFacts:
 
     Raises ConfigError for a model that a Llama layer cannot follow, GPT-2 for one.
     """
-    config = load_config_of(section, cache)
+    return facts_of(section, load_config_of(section, cache))
+
+
+def facts_of(section: VerifierSection, config: PreTrainedConfig) -> VerifierFacts:
+    """What ``load_facts`` reads, of a config that is at hand."""
     text = config.get_text_config(decoder=True)
     refuse_other_kinds(section, config, text)
     refuse_attention(section, config)

@@ -194,7 +194,7 @@ def load_ends(section: VerifierSection, cache: Path, dtype: torch.dtype) -> Veri
     """
     folder = resolve(section.path, cache)
     config = load_config_of(section, cache)
-    skeleton = skeleton_of(section, config)
+    skeleton: Any = skeleton_of(section, config)
     names = {id(p): n for n, p in skeleton.named_parameters()}  # a tied head has the first name
     where = tensor_files(folder)
     outside = [key for key in where if ".layers." not in key]

@@ -18,6 +18,7 @@ from conf.runtime import RankInfo
 from conf.schema import ConfigError, Precision, RunConfig
 from data.records import TTTBatch
 from train.families.choose import Trainee
+from train.optimizer import optimizer_of
 from train.ttt import TrainingTimeTest, TTTOutput
 
 TAG = "engine"  # name of DeepSpeed's folder inside a checkpoint
@@ -80,14 +81,7 @@ class Engine:
         trainable = [p for p in module.parameters() if p.requires_grad]
         self.trainable = sum(p.numel() for p in trainable)  # now: stage 3 empties parameters
         self.frozen = sum(p.numel() for p in module.parameters()) - self.trainable
-        optimizer = torch.optim.AdamW(
-            trainable,
-            lr=0.0,  # step() sets it
-            betas=(cfg.optim.betas[0], cfg.optim.betas[1]),
-            eps=cfg.optim.eps,
-            weight_decay=cfg.optim.weight_decay,
-            fused=True,  # 5 ms in place of 49 on the demo's head; on CUDA, too
-        )
+        optimizer = optimizer_of(cfg.optim, module)
         initialize: Any = deepspeed.initialize  # its annotations are narrower than what it takes
         self.engine, self.optimizer, _, _ = initialize(
             model=Whole(module),

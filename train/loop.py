@@ -46,6 +46,7 @@ from models.verifier import (
     scaled_logits,
 )
 from train.breakdown import Breakdown
+from train.budget import budget_of
 from train.checkpoint import Checkpoints, TrainState
 from train.engine import Engine
 from train.families.choose import Trainee, trainee_for
@@ -92,7 +93,8 @@ def fit(
     device = pick_device(cfg.run.device, ranks.local_rank)
     module = build(cfg, prepared, source, device)
     engine = Engine(cfg, module, ranks)
-    loader = TrainLoader(source, cfg.optim, cfg.ttt, cfg.run.seed, ranks)
+    budget = budget_of(cfg, prepared.samples, module.draft.config)
+    loader = TrainLoader(source, budget.within(cfg.optim), cfg.ttt, cfg.run.seed, ranks)
     total = loader.total_steps
     schedule = Schedule(cfg.optim, total)
 
@@ -104,6 +106,7 @@ def fit(
     state = checkpoints.resume(engine, fresh)
     refuse_lost_head(folder / "best", state)
     describe(cfg, engine, loader, state.step)
+    budget.announce(total, loader.steps_per_epoch)
 
     interval = Interval(cfg.ttt.depth, device)
     interval.take_up(state.pending, ranks.rank)
@@ -134,6 +137,7 @@ def fit(
             measures = step % cfg.log.valid_every == 0 or step == total
             if saves or measures or step % cfg.log.every == 0:
                 figures = {**interval.close(cfg.ttt.decay), "lr": schedule.lr(step - 1)}
+                figures |= budget.figures(step, loader.steps_per_epoch)
                 refuse_non_finite(cfg, figures, step)
                 log.train(step, {**figures, "grad_norm": norm})
             if measures:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from contender import clear
 from contender_eyrie import draft_config, row_weights
-from flops import attention_flops, chain_rows, needed_flops
+from flops import chain_rows, step_flops
 from torch import Tensor
 from transformers import LlamaConfig
 from workload import Shape, answer_length
@@ -46,11 +46,11 @@ class Problem:
     @property
     def flops(self) -> int:
         """Needed by all but attention's products with step-0 keys; recomputing adds none."""
-        return needed_flops(self.shape, self.rows, self.rows[0], self.tokens)
+        return step_flops(self.shape, self.share, self.depth).products
 
     @property
     def attention_flops(self) -> int:
-        return attention_flops(self.shape, self.share, self.rows)
+        return step_flops(self.shape, self.share, self.depth).attention
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from arena import Rival, Sample, title
 from bars import Bar, bar_lines, bars_as_json
-from flops import chain_rows, needed_flops
+from flops import chain_rows, step_flops
 from workload import Case, Shape, answer_length
 
 OURS, OURS_BF16 = "eyrie", "eyrie bf16"
@@ -57,7 +57,7 @@ def figures_of(
     """``samples``: of this case, those kept; ``memory``: extra bytes by rival."""
     expected = chain_rows(shape, case.share, case.depth)
     tokens = shape.batch * shape.tokens
-    flops = needed_flops(shape, expected, expected[0], tokens)
+    flops = step_flops(shape, case.share, case.depth).products
     supervised = shape.batch * answer_length(shape, case.share)
     rows = []
     for rival in rivals:

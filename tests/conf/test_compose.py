@@ -60,6 +60,7 @@ def test_every_group_file_composes(group: str, option: str):
         ),
         (["ttt.decay=1.5"], ["ttt.decay=1.5", "0.8"]),
         (["draft.family=medusa", "ttt.feed=own"], ["ttt.feed=own", "eagle3", "take ttt.feed=data"]),
+        (["optim.kind=muon"], ["optim.kind=muon", "zero_stage=1", "take engine.zero_stage=0"]),
         (["draft.family=model", "ttt.weights=missed"], ["ttt.weights=missed", "ttt.weights=decay"]),
         (["engine.deepspeed.zero_optimization.stage=3"], ["engine.zero_stage=1"]),
         (["+engine.deepspeed.checkpoint.load_universal=true"], ["load_universal", "remove it"]),

@@ -142,8 +142,8 @@ def test_guesses_are_chained_on_guessed_states(taught: Taught):
     hidden = states.last  # not the draft's own norm of the stream: the verifier's final state
     tokens = torch.tensor([[*prompt[1:], int(root)]])
     for k in range(3):
-        positions, memory = torch.arange(tokens.shape[1])[None], DraftCache(32)
-        guess = draft(draft.share_of(tokens), hidden, positions, memory).hidden[:, -1:]
+        positions, memories = torch.arange(tokens.shape[1])[None], [DraftCache(32)]
+        guess = draft(draft.share_of(tokens), hidden, positions, memories).hidden[:, -1:]
         logits = verifier.logits_from(guess[:, 0])  # the verifier's head, and no norm before it
         torch.testing.assert_close(proposal.logits[:, k], logits, atol=1e-5, rtol=1e-5)
         token = logits.argmax(-1)

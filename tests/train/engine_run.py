@@ -1,9 +1,9 @@
 """Run under torchrun by test_engine.py: a few steps on made-up states, the curve as JSON.
 
 argv: steps out_file job ...
-A job is stage:precision[:samples a pack[:samples a step,...[:other]]]; with other sizes than the
-usual ones it runs six steps, and with ``other`` it has qk_norm, two layers, own tokens and weights
-as reached.
+A job is stage:precision[:samples a pack[:samples a step,...[:word]]]; with other sizes than the
+usual ones it runs six steps, with the word ``other`` it has qk_norm, two layers, own tokens and
+weights as reached, and with ``muon`` that optimizer.
 """
 
 import json
@@ -25,6 +25,7 @@ from conf.schema import (
     EngineSection,
     Feed,
     LossKind,
+    OptimKind,
     OptimSection,
     Precision,
     RunConfig,
@@ -60,14 +61,14 @@ class Spec:
     precision: str
     micro: int = 2
     sizes: tuple[int, ...] = SIZES
-    other: bool = False
+    word: str = ""
 
     @classmethod
     def of(cls, word: str) -> "Spec":
         stage, precision, *more = word.split(":")
         sizes = tuple(map(int, more[1].split(","))) if more[1:] else SIZES
         micro = int(more[0]) if more else 2
-        return cls(int(stage), precision, micro, sizes, other=more[2:] == ["other"])
+        return cls(int(stage), precision, micro, sizes, word="".join(more[2:]))
 
 
 def sample(step: int, i: int) -> tuple[torch.Tensor, ...]:
@@ -108,8 +109,8 @@ def packed(step: int, chosen: list[int], head: torch.Tensor) -> TTTBatch:
 
 def build(spec: Spec, ranks: RankInfo) -> "Job":
     cfg = RunConfig(
-        ttt=OTHER if spec.other else TTTSection(depth=DEPTH),
-        optim=OptimSection(clip=0.5),
+        ttt=OTHER if spec.word == "other" else TTTSection(depth=DEPTH),
+        optim=OptimSection(OptimKind.muon if spec.word == "muon" else OptimKind.adamw, clip=0.5),
         engine=EngineSection(
             zero_stage=spec.stage,
             precision=Precision(spec.precision),
@@ -123,8 +124,8 @@ def build(spec: Spec, ranks: RankInfo) -> "Job":
         vocab_size=VOCAB, draft_vocab_size=VOCAB, aux_layers=[1, 2, 3], rms_norm_eps=1e-5,
         max_positions=64, rope={"rope_type": "default", "rope_theta": 1e4},
         norm_before_residual=False, norm_before_fc=False, fc_norm=True, norm_output=False,
-        qk_norm=spec.other,
-        layers=2 if spec.other else 1,
+        qk_norm=spec.word == "other",
+        layers=2 if spec.word == "other" else 1,
     )  # fmt: skip
     draft = Eagle3Draft(config)
     for parameter in draft.parameters():

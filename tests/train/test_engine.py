@@ -18,6 +18,7 @@ STEPS = "20"
 FLOAT32 = [f"{stage}:float32" for stage in range(4)]
 BFLOAT16 = [f"{stage}:bfloat16" for stage in range(4)]
 IDLE = [f"{stage}:float32:2:6,1:other" for stage in range(4)]  # every other step leaves ranks idle
+MUON = [f"0:{precision}:2:6:muon" for precision in ("float32", "bfloat16")]
 TEN_SAMPLES = ["1:float32:1:4,4,2", "1:float32:4:4,4,2"]  # accumulation 4, and whole batches
 
 
@@ -38,7 +39,7 @@ def curves(folder: Path, ranks: int, jobs: list[str]) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    jobs = [*FLOAT32, *BFLOAT16, "1:float32:1", IDLE[1], *TEN_SAMPLES]
+    jobs = [*FLOAT32, *BFLOAT16, "1:float32:1", IDLE[1], *TEN_SAMPLES, *MUON]
     return curves(tmp_path_factory.mktemp("alone"), 1, jobs)
 
 
@@ -91,7 +92,7 @@ def test_the_last_window_weighs_what_it_holds(alone: dict, pair: dict, four: dic
     assert_one_curve([ranks[TEN_SAMPLES[0]] for ranks in (alone, pair, four)], reference)
 
 
-@pytest.mark.parametrize("job", [*FLOAT32, *BFLOAT16, *IDLE])
+@pytest.mark.parametrize("job", [*FLOAT32, *BFLOAT16, *IDLE, *MUON])
 def test_a_loaded_engine_goes_on_bit_for_bit(alone: dict, pair: dict, four: dict, job: str):
     for ranks in (alone, pair, four):
         if job in ranks:
@@ -108,7 +109,14 @@ def test_bfloat16_with_float32_masters_stays_close(alone: dict, pair: dict, job:
             assert ranks[job]["curve"] == pytest.approx(alone["1:float32"]["curve"], rel=2e-3)
 
 
-@pytest.mark.parametrize("job", [*FLOAT32, *BFLOAT16])
+def test_muon_is_another_curve_and_stays_close_in_bfloat16(alone: dict):
+    """Masters keep their shape at stage 0, or Muon would refuse them."""
+    exact, rounded = (alone[job]["curve"] for job in MUON)
+    assert rounded == pytest.approx(exact, rel=1e-3)
+    assert exact[:3] != pytest.approx(alone["1:float32"]["curve"][:3], rel=1e-3)
+
+
+@pytest.mark.parametrize("job", [*FLOAT32, *BFLOAT16, *MUON])
 def test_a_window_without_supervision_leaves_the_weights(alone: dict, pair: dict, job: str):
     for ranks in (alone, pair):
         if job in ranks:

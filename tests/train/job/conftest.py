@@ -24,7 +24,7 @@ class Place:
         data=jsonl data.max_length=96 data.valid_share=0.2 draft.vocab_size=64 ttt.depth=2
         verifier.aux_layers=null verifier.dtype=float32 engine.threads=1
         capture.min_agreement=0
-        optim.packs_per_step=2 optim.micro_batch_tokens=192 optim.epochs=20 optim.max_steps={STEPS}
+        optim.packs_per_step=2 optim.micro_batch_tokens=192 optim.flops=1e12 optim.max_steps={STEPS}
         log.every=3 log.valid_every=4 log.save_every={SAVE_EVERY}
         eval.max_prompts=2 eval.max_new_tokens=8 eval.speed_prompts=1 eval.n_sweep=[1]
         eval.n_draft=2 eval.valid_depth=2 eval.bootstrap=20

@@ -77,6 +77,15 @@ def test_the_best_head_is_the_one_of_the_highest_held_out_tau(place, finished: P
     assert f"best held-out tau {taus[best]:.3f} at step {best}: " in said
 
 
+def test_a_budget_of_flops_is_said_and_kept_beside_the_figures(place, finished: Path):
+    """optim.max_steps ends it long before 1e12 FLOPs are spent."""
+    spent = {row["step"]: row["flops"] for row in place.lines("whole") if "loss" in row}
+    a_step = spent[place.STEPS] / place.STEPS
+    assert spent == {step: pytest.approx(step * a_step) for step in spent}
+    said = (finished / "train.log").read_text()
+    assert f"the {place.STEPS} steps spend {spent[place.STEPS]:.4g}" in said
+
+
 def test_a_checkpoint_holds_the_draft_and_its_optimizer_alone(place, finished: Path):
     folder = finished / "checkpoints" / f"step-{place.STEPS:08d}"
     with safe_open(finished / "best" / "draft.safetensors", "pt") as file:

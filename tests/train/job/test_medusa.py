@@ -29,6 +29,7 @@ def run(place) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_job_leaves_heads_a_report_and_an_export(place, run: Path):
     config = read_config(run / "best")
     assert isinstance(config, MedusaConfig) and (config.heads, config.draft_vocab_size) == (2, 64)
@@ -42,6 +43,7 @@ def test_the_job_leaves_heads_a_report_and_an_export(place, run: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_stopped_training_goes_on_to_the_same_heads(place, run: Path):
     words = place.words("medusa_stopped", *WORDS, "stages=[train]")
     metrics = place.run("medusa_stopped") / "metrics.jsonl"
@@ -58,6 +60,7 @@ def test_a_stopped_training_goes_on_to_the_same_heads(place, run: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_tools_take_the_run(place, run: Path):
     checked = say(place, "launch.export", "--check", str(run / "export" / "vllm"), "--verifier",
                   str(place.verifier))  # fmt: skip
