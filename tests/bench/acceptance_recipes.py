@@ -33,6 +33,12 @@ ABLATIONS = [
     *changed("learning rate", "optim.lr=2e-3", "optim.lr=4e-3", "optim.lr=5e-4"),
     *changed("unroll depth", *(f"ttt.depth={k}" for k in (3, 1, 7, 10, 2))),
     *changed(
+        "optimizer",
+        "ttt.depth=2 optim.micro_batch_tokens=1024 optim.kind=muon engine.zero_stage=0",
+        "ttt.depth=2 optim.micro_batch_tokens=1024 optim.lr=2e-3",
+        "ttt.depth=2 optim.min_lr_share=0",
+    ),
+    *changed(
         "size of an update",
         "optim.micro_batch_tokens=128",
         "optim.micro_batch_tokens=512",
