@@ -7,7 +7,7 @@ from conf.runtime import cache_dir
 from conf.schema import ConfigError, RunConfig, VerifierSection
 from data.manifest import Manifest, manifest_file, read_manifest
 from models.bundled import SCHEME, known_wheel, resolve
-from models.draft_file import CONFIG
+from models.draft_file import CONFIG, read_config
 from models.eagle3 import DraftConfig
 from models.export.check_verifier import learnt_weights
 from models.token_strings import refuse_other_tokens
@@ -74,10 +74,23 @@ def is_of(manifest: Manifest, cfg: RunConfig) -> bool:
     return manifest.verifier_path == cfg.verifier.path and layers in (None, manifest.aux_layers)
 
 
+def is_eagle3(head: Path) -> bool:
+    """Whether the head in ``head`` is one; those that others published are."""
+    return not (head / CONFIG).is_file() or isinstance(read_config(head), DraftConfig)
+
+
 def head_config(head: Path) -> DraftConfig | None:
-    """Of the head in ``head``; None where there is none."""
-    file = head / CONFIG
-    return DraftConfig.from_json(file.read_text("utf-8")) if file.is_file() else None
+    """Of the EAGLE-3 head in ``head``; None where there is none. Raises ConfigError for a draft of
+    another family, about which no advice is given."""
+    if not (head / CONFIG).is_file():
+        return None
+    config = read_config(head)
+    if not isinstance(config, DraftConfig):
+        raise ConfigError(
+            f"{head}: is no EAGLE-3 head, and advice is given about those alone; take the fastest "
+            "line of its report's table"
+        )
+    return config
 
 
 def served_verifier(run: Path, named: str) -> str:

@@ -21,6 +21,7 @@ from launch.served.run import Asking, Question
 from models.bundled import resolve
 from models.draft_file import CONFIG as DRAFT
 from models.draft_file import WEIGHTS as DRAFT_WEIGHTS
+from models.draft_file import read_config as read_draft_config
 from models.eagle3 import DraftConfig
 from models.export.check import check
 from models.export.dialect import read_config
@@ -71,12 +72,18 @@ def head_side(folder: Path, run: Path) -> HeadSide:
             f"{folder}: holds no exported head; write it with python -m launch.export {best} "
             "--to vllm, or name its folder by --head"
         )
+    draft = read_draft_config(best)
+    if not isinstance(draft, DraftConfig):
+        raise ConfigError(
+            f"{best}: is no EAGLE-3 head, and serving is compared for those alone; give the folder "
+            "of such a run"
+        )
     source = read_config(folder)
     inner = source.layer
     listed = source.top.get(AUX) or source.eagle.get(AUX)
     return HeadSide(
         folder=folder,
-        draft=DraftConfig.from_json((best / DRAFT).read_text()),
+        draft=draft,
         findings=check(folder),
         aux_layers=listed,
         foreign=foreign_tensors(folder / WEIGHTS, best / DRAFT_WEIGHTS),
