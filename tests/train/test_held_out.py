@@ -180,13 +180,13 @@ def test_a_replay_hands_on_the_last_states_of_the_rows_it_plays(
 
     class Spy(Eagle3Drafter):
         def begin(self, prompts, states, roots, lengths):
-            rows.append(lengths[0])
             self.check(states, lengths[0] - 1, lengths[0] - 1)
             super().begin(prompts, states, roots, lengths)
+            rows.append(lengths[0])
 
         def feed(self, tokens, states, counts):
             super().feed(tokens, states, counts)
-            if len(rows) > 1 or self.committed[0]:  # begin feeds, too
+            if rows:  # begin feeds, too
                 self.check(states, 0, rows[-1])
                 assert tokens[0].tolist() == text[rows[-1] + 1 :][: counts[0]].tolist()
                 rows.append(rows[-1] + counts[0])
