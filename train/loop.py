@@ -131,11 +131,12 @@ def fit(
                 refuse_non_finite(cfg, figures, step)
                 log.train(step, {**figures, "grad_norm": norm})
             if measures:
-                report = measure(engine, source, cfg.eval.valid_depth, ranks)
-                log.held_out(step, report)
-                if report.tau > best_tau or (step == total and not best_step):
-                    best_tau, best_step = report.tau, step
-                    keep_best(folder / "best", engine, report, ranks)
+                with engine.averaged():
+                    report = measure(engine, source, cfg.eval.valid_depth, ranks)
+                    log.held_out(step, report)
+                    if report.tau > best_tau or (step == total and not best_step):
+                        best_tau, best_step = report.tau, step
+                        keep_best(folder / "best", engine, report, ranks)
             if saves or stops:
                 pending = [] if saves else gather_objects(interval.pending())
                 kept = replace(fresh, step=step, best_tau=best_tau, best_step=best_step)
