@@ -2,8 +2,8 @@
 
 argv: steps out_file job ...
 A job is stage:precision[:samples a pack[:samples a step,...[:word]]]; with other sizes than the
-usual ones it runs six steps. The word ``other`` gives it qk_norm, two layers, own tokens and weights
-as reached, ``muon`` that optimizer, and ``average`` an average of the weights.
+usual ones it runs six steps. The word ``other`` gives it qk_norm, two layers, own tokens and
+weights as reached, ``muon`` that optimizer, and ``average`` an average of the weights.
 """
 
 import json
