@@ -18,6 +18,17 @@ def recipe(cfg: RunConfig) -> Iterator[str]:
                 f"{knob}={value.value}: has an effect for draft.family=eagle3 alone, and this is "
                 f"{family.value}; take {knob}={default.value}"
             )
+    if (average := cfg.optim.average) is not None:
+        if not 0 < average < 1:
+            yield (
+                f"optim.average={average}: must be above 0 and below 1; try optim.average=0.99, or "
+                "null for none"
+            )
+        if cfg.engine.zero_stage == 3:
+            yield (
+                f"optim.average={average}: needs whole weights, and engine.zero_stage=3 splits "
+                "them; take engine.zero_stage=1, or optim.average=null"
+            )
     if cfg.optim.kind is OptimKind.muon and cfg.engine.zero_stage:
         yield (
             f"optim.kind=muon: needs whole matrices, and engine.zero_stage={cfg.engine.zero_stage} "

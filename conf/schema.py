@@ -174,6 +174,8 @@ class OptimSection:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
+    average: float | None = None  # decay of an average of the weights, which is measured and kept
+    # as best/ in their place; null: the weights themselves
     clip: float = 0.5  # largest global gradient norm
     warmup_share: float = 0.04  # share of all steps with rising learning rate
     min_lr_share: float = 0.1  # end of the cosine, as a share of lr

@@ -9,6 +9,7 @@ from data.manifest import Manifest, manifest_file, read_manifest
 from models.bundled import SCHEME, known_wheel, resolve
 from models.draft_file import CONFIG, read_config
 from models.drafts import AnyConfig
+from models.eagle3 import DraftConfig
 from models.export.check_verifier import learnt_weights
 from models.token_strings import refuse_other_tokens
 from models.verifier import load_tokenizer, weights_fingerprint
@@ -74,6 +75,11 @@ def is_of(manifest: Manifest, cfg: RunConfig) -> bool:
     counted = layers is None or min(layers) < 0  # by the number of layers, which is not known here
     same = counted or layers == manifest.aux_layers
     return manifest.verifier_path == cfg.verifier.path and same
+
+
+def is_eagle3(head: Path) -> bool:
+    """Whether the head in ``head`` is one; those that others published are."""
+    return not (head / CONFIG).is_file() or isinstance(read_config(head), DraftConfig)
 
 
 def head_config(head: Path) -> AnyConfig | None:

@@ -21,6 +21,8 @@ from data.prepare import find_prepared
 from eval.chosen import ChosenPrompts, choose_prompts
 from eval.decode import DecodeSettings
 from eval.described import describe_data, describe_settings
+from eval.drafters.choose import refuse_shapes
+from eval.head_check import is_eagle3
 from eval.library import load_assistant
 from eval.measure import Asking, ExactRuns, run_exact, training_answers
 from eval.ngram import floor_config
@@ -74,7 +76,8 @@ def evaluate(cfg: RunConfig, draft_folder: Path) -> EvalReport:
     origin = describe_data(cfg, chosen, data, counted.exact, draft_folder)
     report = build_report(measured, described, origin, provenance())
     publish(report, run_dir(cfg))
-    say("\nnext, advice on N, tree, batch and the server's settings: python -m eval.tune")
+    if is_eagle3(draft_folder):
+        say("\nnext, advice on N, tree, batch and the server's settings: python -m eval.tune")
     return report
 
 
@@ -83,6 +86,7 @@ def count_runs(
 ) -> Counted:
     """Every prompt in float32, and those of the top level at each of ``eval.temperatures``."""
     verifier, draft = load_pair(cfg, draft_folder, device, torch.float32)
+    refuse_shapes(draft, [chain(cfg.eval.n_draft), *speed_plan(cfg.eval).shapes], device)
     refuse_other_tokens(draft_folder, verifier.tokenizer)
     if cfg.eval.assistant is not None:  # refused before the long part, loaded again to be timed
         load_assistant(cfg.eval.assistant, cfg.verifier, cache_dir(cfg), verifier)

@@ -1,7 +1,7 @@
 """The DeepSpeed engine around what is trained: the one file that knows DeepSpeed."""
 
 import re
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -17,11 +17,13 @@ from torch.serialization import safe_globals
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, Precision, RunConfig
 from data.records import TTTBatch
+from train.average import Average
 from train.families.choose import Trainee
 from train.optimizer import optimizer_of
 from train.ttt import TrainingTimeTest, TTTOutput
 
 TAG = "engine"  # name of DeepSpeed's folder inside a checkpoint
+AVERAGE = "average.pt"  # beside it, where optim.average is given
 WAY_OUT = "delete its checkpoint folder, and the run goes on from the one before"
 
 
@@ -97,6 +99,8 @@ class Engine:
         if self.stage == 0 and self.dtype is torch.bfloat16:
             optimizer.state.clear()
         # DeepSpeed clips plain fp32 gradients without keeping their norm.
+        decay = cfg.optim.average
+        self.average = None if decay is None else Average(trainable, decay)
         self.normless = trainable if self.stage == 0 and self.dtype is torch.float32 else []
 
     @property
@@ -147,7 +151,13 @@ class Engine:
         gradients = [p.grad for p in self.normless if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
         self.engine.step()
+        if self.average is not None and supervised:
+            self.average.add()
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """While it is open, the draft has its average weights, if optim.average keeps them."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
     def draft_state(self) -> dict[str, Tensor]:
         """The draft's tensors, whole on every rank, in the training precision."""
@@ -162,6 +172,8 @@ class Engine:
             str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=True
         )
         if self.is_main:
+            if self.average is not None:
+                torch.save(self.average.state(), folder / AVERAGE)
             for script in folder.glob("*.py"):  # DeepSpeed's converters; best/ is converted
                 script.unlink()
 
@@ -170,6 +182,8 @@ class Engine:
         path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
         if path is None:
             raise ConfigError(f"{folder}: holds no whole engine state; {WAY_OUT}")
+        if self.average is not None:
+            self.average.load(read_weights(str(folder / AVERAGE), self.device))
 
 
 def enum_member(kind: type, name: str) -> ZeroStageEnum:

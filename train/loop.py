@@ -141,11 +141,12 @@ def fit(
                 refuse_non_finite(cfg, figures, step)
                 log.train(step, {**figures, "grad_norm": norm})
             if measures:
-                report = acceptance_of(cfg, engine, source, ranks)
-                log.held_out(step, report)
-                if report.tau > best_tau or (step == total and not best_step):
-                    best_tau, best_step = report.tau, step
-                    keep_best(folder / "best", engine, report, ranks)
+                with engine.averaged():
+                    report = acceptance_of(cfg, engine, source, ranks)
+                    log.held_out(step, report)
+                    if report.tau > best_tau or (step == total and not best_step):
+                        best_tau, best_step = report.tau, step
+                        keep_best(folder / "best", engine, report, ranks)
             if saves or stops:
                 pending = [] if saves else gather_objects(interval.pending())
                 kept = replace(fresh, step=step, best_tau=best_tau, best_step=best_step)

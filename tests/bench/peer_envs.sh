@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environments of the two trainers that tests/bench/step.py and acceptance_*.py run. 2 minutes.
+# Makes the environments of the trainers that step.py and acceptance_*.py beside it run. 2 minutes.
 #   bash tests/bench/peer_envs.sh [DIR]        DIR: where they go; default .bench in the checkout
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

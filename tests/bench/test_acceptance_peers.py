@@ -208,6 +208,7 @@ TRAINED = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a peer alone imports for 20 CPU-seconds
 @pytest.mark.parametrize("case", TRAINED)
 def test_a_head_that_a_peer_trained_guesses_here_as_in_its_own_forward(
     case: str, small: Small, tmp_path: Path

@@ -2,8 +2,8 @@
 
 argv: steps out_file job ...
 A job is stage:precision[:samples a pack[:samples a step,...[:word]]]; with other sizes than the
-usual ones it runs six steps, with the word ``other`` it has qk_norm, two layers, own tokens and
-weights as reached, and with ``muon`` that optimizer.
+usual ones it runs six steps. The word ``other`` gives it qk_norm, two layers, own tokens and
+weights as reached, ``muon`` that optimizer, and ``average`` an average of the weights.
 """
 
 import json
@@ -110,7 +110,11 @@ def packed(step: int, chosen: list[int], head: torch.Tensor) -> TTTBatch:
 def build(spec: Spec, ranks: RankInfo) -> "Job":
     cfg = RunConfig(
         ttt=OTHER if spec.word == "other" else TTTSection(depth=DEPTH),
-        optim=OptimSection(OptimKind.muon if spec.word == "muon" else OptimKind.adamw, clip=0.5),
+        optim=OptimSection(
+            OptimKind.muon if spec.word == "muon" else OptimKind.adamw,
+            clip=0.5,
+            average=0.9 if spec.word == "average" else None,
+        ),
         engine=EngineSection(
             zero_stage=spec.stage,
             precision=Precision(spec.precision),
@@ -168,7 +172,8 @@ class Job:
         return [interval.close(self.cfg.ttt.decay)["loss"], norm]
 
     def checksum(self) -> float:
-        state = self.engine.draft_state()
+        with self.engine.averaged():
+            state = self.engine.draft_state()
         return float(sum(tensor.double().abs().sum() for tensor in state.values()))
 
     def step_on_nothing(self) -> dict:

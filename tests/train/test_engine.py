@@ -18,6 +18,7 @@ STEPS = "20"
 FLOAT32 = [f"{stage}:float32" for stage in range(4)]
 BFLOAT16 = [f"{stage}:bfloat16" for stage in range(4)]
 IDLE = [f"{stage}:float32:2:6,1:other" for stage in range(4)]  # every other step leaves ranks idle
+AVERAGE = "1:bfloat16:2:6:average"
 MUON = [f"0:{precision}:2:6:muon" for precision in ("float32", "bfloat16")]
 TEN_SAMPLES = ["1:float32:1:4,4,2", "1:float32:4:4,4,2"]  # accumulation 4, and whole batches
 
@@ -39,7 +40,7 @@ def curves(folder: Path, ranks: int, jobs: list[str]) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    jobs = [*FLOAT32, *BFLOAT16, "1:float32:1", IDLE[1], *TEN_SAMPLES, *MUON]
+    jobs = [*FLOAT32, *BFLOAT16, "1:float32:1", IDLE[1], *TEN_SAMPLES, *MUON, AVERAGE]
     return curves(tmp_path_factory.mktemp("alone"), 1, jobs)
 
 
@@ -92,7 +93,7 @@ def test_the_last_window_weighs_what_it_holds(alone: dict, pair: dict, four: dic
     assert_one_curve([ranks[TEN_SAMPLES[0]] for ranks in (alone, pair, four)], reference)
 
 
-@pytest.mark.parametrize("job", [*FLOAT32, *BFLOAT16, *IDLE, *MUON])
+@pytest.mark.parametrize("job", [*FLOAT32, *BFLOAT16, *IDLE, *MUON, AVERAGE])
 def test_a_loaded_engine_goes_on_bit_for_bit(alone: dict, pair: dict, four: dict, job: str):
     for ranks in (alone, pair, four):
         if job in ranks:

@@ -26,9 +26,11 @@ from data.chains import Chains
 from data.loader import batch_of
 from data.records import CachedPack, CachedSample, TokenizedSample
 from data.states import states_of
+from eval import replay as played
 from eval.acceptance import AcceptanceReport, Counters, report_acceptance, total
 from eval.decode import DecodeSettings, decode
-from eval.replay import Place, replay
+from eval.drafters.eagle3 import Eagle3Drafter
+from eval.replay import Place, captured, replay
 from models.eagle3 import DraftConfig, Eagle3Draft
 from models.kernels import CPU_FLASH
 from models.verifier import Verifier, load_ends
@@ -166,6 +168,37 @@ def test_a_replay_keeps_to_the_drafts_positions(bench: Bench):
 def test_a_replay_of_states_of_other_rows_shows(bench: Bench, by: int):
     moved = [replace(one, aux=one.aux.roll(by, 0)) for one in bench.samples]
     assert replay(bench.draft, moved, 3, PLACE) != bench.live(3)
+
+
+def test_a_replay_hands_on_the_last_states_of_the_rows_it_plays(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """The cache has those of rows that ask alone: the row before a root is one, always."""
+    cached = bench.samples[1]
+    text = cached.sample.input_ids
+    wanted = bench.verifier.states(text[None]).last[0]
+    rows: list[int] = []
+
+    class Spy(Eagle3Drafter):
+        def begin(self, prompts, states, roots, lengths):
+            self.check(states, lengths[0] - 1, lengths[0] - 1)
+            super().begin(prompts, states, roots, lengths)
+            rows.append(lengths[0])
+
+        def feed(self, tokens, states, counts):
+            super().feed(tokens, states, counts)
+            if rows:  # begin feeds, too
+                self.check(states, 0, rows[-1])
+                assert tokens[0].tolist() == text[rows[-1] + 1 :][: counts[0]].tolist()
+                rows.append(rows[-1] + counts[0])
+
+        def check(self, states, row: int, place: int) -> None:
+            found = states.last[0, row:]
+            torch.testing.assert_close(found, wanted[place:][: len(found)], atol=1e-5, rtol=1e-5)
+
+    monkeypatch.setattr(played, "drafter_for", Spy)
+    replay(bench.draft, [cached], 3, PLACE)
+    assert len(rows) > 3 and captured(cached, PLACE).last[0].isnan().all()
 
 
 def test_a_replay_finds_every_answer(bench: Bench):

@@ -72,7 +72,7 @@ def test_greedy_text_alone_and_in_a_batch(verifier: Verifier, near: SmallModel, 
         alone = decode(verifier, near, [prompt], settings).generations[0]
         assert (alone.tokens, alone.rounds) == (one.tokens, one.rounds)
     accepted = [r.accepted for one in together for r in one.rounds]
-    assert len(set(accepted)) > 1 and max(accepted) >= 2
+    assert 0 < sum(accepted) < settings.shape.depth * len(accepted)  # some stand, some do not
 
 
 def test_its_own_position_limit_ends_the_guessing(verifier: Verifier):
