@@ -83,8 +83,11 @@ def train(work: Path, recipe: Recipe, seed: int, budget: Budget) -> None:
 def walked(work: Path, folder: Path, layers: str) -> None:
     if not (folder / "walk.json").exists():
         command = [sys.executable, str(HERE / "acceptance_walk.py"), "--work", str(work)]
-        reached = run([*command, "--layers", layers, str(folder)], folder / "walk.log")
-        say(f"{folder.name}: tau {reached['tau']['5']:.3f} at N = 5")
+        run([*command, "--layers", layers, str(folder)], folder / "walk.log")
+    counters = json.loads((folder / "walk.json").read_text())["counters"]["5"]
+    rounds = sum(one["rounds"] for one in counters)
+    accepted = sum(sum(one["accepted_by_depth"]) for one in counters)
+    say(f"{folder.name}: tau {1 + accepted / rounds:.3f} at N = 5")
 
 
 # ---- other trainers ----------------------------------------------------------------------------

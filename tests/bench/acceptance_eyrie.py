@@ -22,6 +22,7 @@ sys.path.append(str(ROOT / "tests" / "bench"))
 
 from acceptance_data import AUX_LAYERS  # noqa: E402  after the path is set
 from acceptance_states import CPU, Inputs, find_inputs  # noqa: E402
+from acceptance_walk import walk_all  # noqa: E402
 
 from conf.runtime import RankInfo, say  # noqa: E402
 from data.distributed import setup, shutdown, use_threads  # noqa: E402
@@ -112,6 +113,7 @@ def main() -> None:
     setup(CPU)
     found = train(inputs, Budget(args.steps, args.cpu_seconds), args.out)
     shutdown()
+    walk_all(args.work, layers, [args.out])
     print(json.dumps(found), flush=True)
 
 

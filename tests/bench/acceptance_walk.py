@@ -36,6 +36,7 @@ from models.verifier import load_ends, load_facts  # noqa: E402
 from train.ttt import unroll_own  # noqa: E402
 
 LENGTHS = range(1, 8)  # guesses a round
+TOGETHER = 8  # samples of one pack
 
 
 def answers_of(mask: torch.Tensor) -> list[tuple[int, int]]:
@@ -52,22 +53,44 @@ def walk_head(draft: Eagle3Draft, source: SomeStates) -> dict[str, list[Counters
     kernel = choose_kernel(DraftAttentionKind.auto, CPU, torch.float32, config.head_dim)
     found: dict[str, list[Counters]] = {str(n): [] for n in LENGTHS}
     chosen = source.valid_indices
-    for index in progress(chosen, len(chosen), "held out", "answer"):
-        pack = CachedPack.of([source.read(index)])
-        (sample,) = pack.samples
-        batch = batch_of(pack, Chains.of_answers(sample.loss_mask, pack.starts))
+    groups = [chosen[i : i + TOGETHER] for i in range(0, len(chosen), TOGETHER)]
+    for group in progress(groups, len(groups), "held out", "pack"):
+        pack = CachedPack.of([source.read(index) for index in group])
+        mask = torch.cat([sample.loss_mask for sample in pack.samples])
+        batch = batch_of(pack, Chains.of_answers(mask, pack.starts))
         batch = on_device(batch, CPU, torch.float32)
         proposed = unroll_own(draft, batch, kernel, max(LENGTHS)).T  # [T, N]
-        hits = count_hits(proposed, sample.input_ids)
-        for n in LENGTHS:
-            counted = [walk(hits, a - 1, b - 2, n) for a, b in answers_of(sample.loss_mask)]
-            found[str(n)].append(sum(counted, Counters()))
+        for sample, rows in zip(pack.samples, proposed.split(lengths_of(pack)), strict=True):
+            hits = count_hits(rows, sample.input_ids)
+            for n in LENGTHS:
+                counted = [walk(hits, a - 1, b - 2, n) for a, b in answers_of(sample.loss_mask)]
+                found[str(n)].append(sum(counted, Counters()))
     return found
+
+
+def lengths_of(pack: CachedPack) -> list[int]:
+    return [len(sample.input_ids) for sample in pack.samples]
 
 
 def tasks_of(source: SomeStates) -> list[str]:
     """The held-out samples' ids, in the order of the counters."""
     return [source.read(index).sample.id for index in source.valid_indices]
+
+
+def walk_all(work: Path, layers: list[int], heads: list[Path]) -> None:
+    inputs = find_inputs(work, HELD, layers, None, [])
+    cache = cache_dir(inputs.cfg)
+    facts = load_facts(inputs.cfg.verifier, cache)
+    ends = load_ends(inputs.cfg.verifier, cache, torch.float32)
+    ids = tasks_of(inputs.source)
+    for folder in heads:
+        draft = load_head(folder, facts, ends)
+        assert isinstance(draft, Eagle3Draft)
+        found = walk_head(draft, inputs.source)
+        rows = {n: [asdict(one) for one in counters] for n, counters in found.items()}
+        total = {n: sum(counters, Counters()).tau for n, counters in found.items()}
+        write_atomically(folder / "walk.json", json.dumps({"ids": ids, "counters": rows}))
+        print(json.dumps({"head": str(folder), "tau": total}), flush=True)
 
 
 def main() -> None:
@@ -77,18 +100,7 @@ def main() -> None:
     parser.add_argument("heads", nargs="+", type=Path)
     args = parser.parse_args()
     use_threads(1)
-    layers = [int(word) for word in args.layers.split(",")]
-    inputs = find_inputs(args.work, HELD, layers, None, [])
-    cache = cache_dir(inputs.cfg)
-    facts = load_facts(inputs.cfg.verifier, cache)
-    ends = load_ends(inputs.cfg.verifier, cache, torch.float32)
-    for folder in args.heads:
-        found = walk_head(load_head(folder, facts, ends), inputs.source)
-        rows = {n: [asdict(one) for one in counters] for n, counters in found.items()}
-        total = {n: sum(counters, Counters()).tau for n, counters in found.items()}
-        document = {"ids": tasks_of(inputs.source), "counters": rows}
-        write_atomically(folder / "walk.json", json.dumps(document))
-        print(json.dumps({"head": str(folder), "tau": total}), flush=True)
+    walk_all(args.work, [int(word) for word in args.layers.split(",")], args.heads)
 
 
 if __name__ == "__main__":
