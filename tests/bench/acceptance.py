@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--base", default="base", help="recipe that the report compares with")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--cpu-seconds", type=float)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.task == "make":
         make(args.work, Path(os.environ.get("EYRIE_SHARED", "../shared")) / "data", args.kind)
         return 0

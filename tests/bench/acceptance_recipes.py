@@ -27,6 +27,7 @@ def changed(group: str, *variants: str) -> list[Recipe]:
     return [Recipe(words.replace(" ", "_"), group, words.split()) for words in variants]
 
 
+SHORT = "ttt.depth=2 optim.micro_batch_tokens=512"
 BASE = Recipe("base", "base")
 ABLATIONS = [
     BASE,
@@ -78,6 +79,18 @@ ABLATIONS = [
     *changed("draft layers", "draft.layers=2"),
     Recipe("sampled", "training answers", kind="sampled"),
     Recipe("foreign", "training answers", kind="foreign"),
+    *changed(
+        "combinations",
+        SHORT,
+        f"{SHORT} optim.lr=2e-3",
+        f"{SHORT} draft.vocab_size=2048",
+        f"{SHORT} loss=lk",
+        f"{SHORT} loss=ce",
+        f"{SHORT} draft.layer_init=verifier",
+        f"{SHORT} draft.intermediate_size=768",
+        f"{SHORT} draft.norm_output=true",
+        f"{SHORT} optim.clip=100",
+    ),
     Recipe("greedy_600", "training answers", samples=600),
     Recipe("greedy_100", "training answers", samples=100),
 ]
