@@ -32,11 +32,6 @@ def medusa(cfg: RunConfig) -> Iterator[str]:
             "ttt.supervise=any: Medusa heads read the verifier's last state, which is kept inside "
             "of answers alone; take ttt.supervise=span"
         )
-    if cfg.engine.zero_stage == 3:
-        yield (
-            "engine.zero_stage=3: held-out acceptance of Medusa heads is played by each rank, with "
-            "whole weights; take engine.zero_stage=2"
-        )
     if cfg.draft.layers < 1:
         yield f"draft.layers={cfg.draft.layers}: residual blocks a head, 1 or more; try 1"
     if Stage.export in cfg.stages:

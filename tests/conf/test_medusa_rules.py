@@ -41,7 +41,6 @@ def test_the_group_files_are_enough(whole: RunConfig):
         ("ttt.feed", Feed.own, "set ttt.feed=data"),
         ("ttt.weights", StepWeights.reached, "set ttt.weights=decay"),
         ("engine.recompute", True, "set engine.recompute=false"),
-        ("engine.zero_stage", 3, "take engine.zero_stage=2"),
         ("export.formats", [ExportFormat.vllm, ExportFormat.sglang], "export.formats=[vllm]"),
         ("eval.valid_depth", 9, "ttt.depth=9"),
         ("eval.n_draft", 9, "take at most"),
