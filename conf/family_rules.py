@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from conf.schema import FULL, DraftFamily, DraftSection, ExportFormat, Phrases, RunConfig, Stage
+from conf.unheeded import unheeded
 
 OF_PHRASES = ("phrases", "order")
 MOST_ORDER = 16
+UNSET = DraftSection(vocab_size=FULL)
 
 
 def families(cfg: RunConfig) -> Iterator[str]:
@@ -18,15 +20,13 @@ def families(cfg: RunConfig) -> Iterator[str]:
     if family is DraftFamily.ngram:
         yield from ngram(cfg)
         return
-    for name in OF_PHRASES:
-        yield from unheeded(cfg, name)
+    yield from unheeded(cfg, [(f"draft.{name}", getattr(UNSET, name)) for name in OF_PHRASES])
 
 
 def ngram(cfg: RunConfig) -> Iterator[str]:
     """It has no weights: no knob of a head or a layer means anything to it."""
-    for name in vars(DraftSection()):
-        if name not in ("family", *OF_PHRASES):
-            yield from unheeded(cfg, name)
+    others = [name for name in vars(UNSET) if name not in ("family", *OF_PHRASES)]
+    yield from unheeded(cfg, [(f"draft.{name}", getattr(UNSET, name)) for name in others])
     least = 1 if cfg.draft.phrases is Phrases.table else 2
     if not least <= cfg.draft.order <= MOST_ORDER:
         yield (
@@ -46,21 +46,3 @@ def ngram(cfg: RunConfig) -> Iterator[str]:
             f"draft.phrases={cfg.draft.phrases.value}: vLLM looks phrases up in the context alone "
             "and reads no table; set draft.phrases=context, or leave export out of stages"
         )
-
-
-def unheeded(cfg: RunConfig, name: str) -> Iterator[str]:
-    """A knob of the draft section that is set, though the family has no use for it."""
-    value, only = getattr(cfg.draft, name), getattr(DraftSection(vocab_size=FULL), name)
-    if value != only:
-        yield (
-            f"draft.{name}={spelled(value)}: has no effect with "
-            f"draft.family={cfg.draft.family.value}; set draft.{name}={spelled(only)}"
-        )
-
-
-def spelled(value: object) -> str:
-    """As a command line has it."""
-    plain = getattr(value, "value", value)
-    if plain is None:
-        return "null"
-    return str(plain).lower() if isinstance(plain, bool) else str(plain)

@@ -6,22 +6,27 @@ from conf.schema import (
     ConfigError,
     DraftFamily,
     ExportFormat,
-    Feed,
     LayerInit,
     RunConfig,
     Stage,
-    StepWeights,
     Supervise,
 )
 from conf.shapes import parse_shape
+from conf.unheeded import NORMS, unheeded
 
-OF_A_LAYER = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+UNHEEDED = [  # of a decoder layer and of attention
+    *((f"draft.{name}", False) for name in NORMS),
+    ("draft.intermediate_size", None),
+    ("draft.max_positions", None),
+    ("draft.layer_init", LayerInit.random),
+    ("engine.recompute", False),
+]
 
 
 def medusa(cfg: RunConfig) -> Iterator[str]:
     if cfg.draft.family is not DraftFamily.medusa:
         return
-    yield from unheeded(cfg)
+    yield from unheeded(cfg, UNHEEDED)
     if cfg.draft.init is not None:
         yield (
             f"draft.init={cfg.draft.init}: Medusa heads start from the verifier's rows; set "
@@ -43,32 +48,6 @@ def medusa(cfg: RunConfig) -> Iterator[str]:
                 )
     if cfg.eval.head is None:
         yield from too_deep(cfg)
-
-
-def unheeded(cfg: RunConfig) -> Iterator[str]:
-    """Knobs of a decoder layer, of a chain that feeds itself, and of attention."""
-    known = [(f"draft.{name}", getattr(cfg.draft, name), False) for name in OF_A_LAYER]
-    known += [(f"draft.{name}", getattr(cfg.draft, name), None) for name in
-              ("intermediate_size", "max_positions")]  # fmt: skip
-    known += [
-        ("draft.layer_init", cfg.draft.layer_init, LayerInit.random),
-        ("ttt.feed", cfg.ttt.feed, Feed.data),
-        ("ttt.weights", cfg.ttt.weights, StepWeights.decay),
-        ("engine.recompute", cfg.engine.recompute, False),
-    ]
-    for knob, value, only in known:
-        if value != only:
-            yield (
-                f"{knob}={spelled(value)}: has no effect with draft.family=medusa; set "
-                f"{knob}={spelled(only)}"
-            )
-
-
-def spelled(value: object) -> str:
-    """As a command line has it."""
-    if value is None:
-        return "null"
-    return str(getattr(value, "value", value)).lower()
 
 
 def too_deep(cfg: RunConfig) -> Iterator[str]:

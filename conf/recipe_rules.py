@@ -16,7 +16,7 @@ def recipe(cfg: RunConfig) -> Iterator[str]:
         if value is not default and family is not DraftFamily.eagle3:
             yield (
                 f"{knob}={value.value}: has an effect for draft.family=eagle3 alone, and this is "
-                f"{family.value}; take {knob}={default.value}"
+                f"{family.value}; set {knob}={default.value}"
             )
     if (average := cfg.optim.average) is not None:
         if not 0 < average < 1:

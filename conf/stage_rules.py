@@ -114,7 +114,8 @@ def state_backends(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
             "capture.mode=online: each rank computes with a whole verifier of its own; take "
             "capture.backend=transformers without capture.tensor_parallel, or capture.mode=cache"
         )
-    if capture.tensor_parallel and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    alone = int(os.environ.get("WORLD_SIZE", "1")) < 2
+    if capture.tensor_parallel and alone and running:  # launch.plan runs nothing
         yield (
             "capture.tensor_parallel=true: one process cannot split a verifier; start with "
             "torchrun --nproc-per-node=GPUS"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from eval.advice.question import Figures, Question, Stack
 from models.drafts import AnyConfig
+from models.eagle1 import Eagle1Config
 from models.medusa import MedusaConfig
 
 FROM_TRAINING = 60_000  # dialogues: the smallest set that a published head was trained on
@@ -85,8 +86,13 @@ class FamilyAdvice:
 def family_of_report(floor: str, config: AnyConfig | None) -> FamilyAdvice:
     """A report is of a draft that exists: its own family, EAGLE-3 where its folder is gone;
     ``floor`` compares it with an n-gram."""
-    medusa = isinstance(config, MedusaConfig)
-    family, words = (MEDUSA, "Medusa heads") if medusa else (EAGLE3, "an EAGLE-3 head")
+    match config:
+        case MedusaConfig():
+            family, words = MEDUSA, "Medusa heads"
+        case Eagle1Config():
+            family, words = EAGLE1, "an EAGLE-1 head"
+        case _:
+            family, words = EAGLE3, "an EAGLE-3 head"
     why = [f"The report is of {words}, and it is judged by what was measured of it.", floor]
     return FamilyAdvice(family, why, [])
 

@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from conf.schema import ConfigError
 from conf.shapes import DynamicShape, parse_shape
 from eval.advice.candidates import Candidate
-from eval.advice.families import EAGLE3, MEDUSA, Family
+from eval.advice.families import EAGLE1, EAGLE3, MEDUSA, Family
 from eval.advice.question import Question, Stack
 from models.drafts import AnyConfig
 from models.eagle3 import DraftConfig
@@ -21,7 +21,7 @@ from models.eagle3 import DraftConfig
 READ = {Stack.vllm: "0.32.0", Stack.sglang: "0.5.23"}
 FIRST = {Stack.vllm: "0.8.5", Stack.sglang: "0.4.4"}  # with EAGLE-3
 DRAWN_DRAFTS = "0.21"  # vLLM: draft_sample_method; before it drafts are the argmax
-IN_THE_LOOP = (EAGLE3, MEDUSA)  # families that are trained here, measured, and exported
+IN_THE_LOOP = (EAGLE3, EAGLE1, MEDUSA)  # families that are trained here, measured, and exported
 NORMS = "0.22"  # vLLM: fc_norm and norm_output of a head
 
 
@@ -66,11 +66,11 @@ def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | N
     """Why this stack cannot serve the head, in a sentence; None when it can."""
     if stack is Stack.eyrie and family not in IN_THE_LOOP:
         return (
-            "Eyrie's loop runs EAGLE-3 and Medusa heads alone, and a "
+            "Eyrie's loop runs EAGLE-3, EAGLE-1 and Medusa heads alone, and a "
             f"{family.name} is advised: name a stack"
         )
-    if stack is Stack.sglang and not family.sglang:
-        return f"SGLang {version} serves no {family.name} heads: serve them with vLLM"
+    if stack is Stack.sglang and (family is EAGLE1 or not family.sglang):
+        return f"no {family.name} head is exported for SGLang {version}: serve it with vLLM"
     if stack is Stack.eyrie or family is not EAGLE3:
         return None
     if Version(version) < Version(FIRST[stack]):

@@ -57,8 +57,11 @@ class MedusaDrafter:
         return self.draft.logits(self._last, 0)[:, None]
 
     def step(self, ids: Tensor, parents: Tensor) -> Tensor:
-        """Logits [B, W, Vd] of the children of W nodes: the same for each."""
-        self._level += 1
+        """Logits [B, W, Vd] of the children of W nodes: the same for each.
+
+        The last head answers for deeper levels: no shape has one, but each level is timed.
+        """
+        self._level = min(self._level + 1, self.draft.config.heads - 1)
         logits = self.draft.logits(self._last, self._level)[:, None]
         return logits.expand(-1, ids.shape[1], -1)
 

@@ -35,7 +35,7 @@ def disk(asked: Question) -> Iterator[str]:
         return
     small = StateDtype.fp8
     halved = cache_bytes(asked, getattr(torch, small.value)) / TB
-    remedy = f"capture.dtype={small.value} takes {halved:.3g} TB"
+    remedy = f"capture.dtype={small.name} takes {halved:.3g} TB"
     if halved > there:
         fewer = asked.cfg.plan.tokens * there / need
         remedy = f"capture.mode=online needs none, or take plan.tokens={fewer:.2g}"

@@ -59,7 +59,7 @@ def test_every_group_file_composes(group: str, option: str):
             ["capture.vllm_python=/no/python"],
         ),
         (["ttt.decay=1.5"], ["ttt.decay=1.5", "0.8"]),
-        (["draft.family=medusa", "ttt.feed=own"], ["ttt.feed=own", "eagle3", "take ttt.feed=data"]),
+        (["draft.family=medusa", "ttt.feed=own"], ["ttt.feed=own", "eagle3", "set ttt.feed=data"]),
         (["optim.average=1"], ["optim.average=1.0", "try optim.average=0.99"]),
         (["optim.average=0.9", "engine.zero_stage=3"], ["optim.average=0.9", "zero_stage=1"]),
         (["optim.kind=muon"], ["optim.kind=muon", "zero_stage=1", "take engine.zero_stage=0"]),

@@ -11,12 +11,10 @@ from conf.schema import (
     ConfigError,
     DraftFamily,
     DraftSection,
-    Feed,
     HeadInit,
     LayerInit,
     LossKind,
     RunConfig,
-    StepWeights,
 )
 
 
@@ -45,9 +43,6 @@ def test_the_group_file_is_enough(whole: RunConfig):
         ("draft.fc_norm", True, "draft.fc_norm=false"),
         ("draft.qk_norm", True, "draft.qk_norm=false"),
         ("loss.kind", LossKind.tv, "loss.kind=kl"),
-        ("ttt.feed", Feed.own, "ttt.feed=data"),
-        ("ttt.weights", StepWeights.reached, "ttt.weights=decay"),
-        ("engine.zero_stage", 3, "engine.zero_stage=2"),
         ("engine.recompute", True, "engine.recompute=false"),
     ],
 )

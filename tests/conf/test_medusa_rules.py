@@ -9,11 +9,9 @@ from conf.medusa_rules import medusa
 from conf.schema import (
     DraftFamily,
     ExportFormat,
-    Feed,
     LayerInit,
     RunConfig,
     Stage,
-    StepWeights,
     Supervise,
 )
 
@@ -38,8 +36,6 @@ def test_the_group_files_are_enough(whole: RunConfig):
         ("draft.init", "runs/x/best", "draft.init=null"),
         ("draft.layers", 0, "1 or more"),
         ("ttt.supervise", Supervise.any, "take ttt.supervise=span"),
-        ("ttt.feed", Feed.own, "set ttt.feed=data"),
-        ("ttt.weights", StepWeights.reached, "set ttt.weights=decay"),
         ("engine.recompute", True, "set engine.recompute=false"),
         ("export.formats", [ExportFormat.vllm, ExportFormat.sglang], "export.formats=[vllm]"),
         ("eval.valid_depth", 9, "ttt.depth=9"),

