@@ -105,13 +105,13 @@ class Peer:
         return self.name.partition("_")[0]
 
 
-RATES = ("5e-4", "1e-3", "2e-3")
+ADAMW = {"specforge": [], "speculators": ["--optimizer", "adamw"]}
 PEERS = [
-    Peer(f"{trainer}_K{depth}_lr{rate}", ["--lr", rate, "--depth", depth])
-    for trainer in ("specforge", "speculators")
+    Peer(f"{trainer}_K{depth}_lr{rate}", ["--lr", rate, "--depth", depth, *words])
+    for trainer, words in ADAMW.items()
     for depth in ("3", "7")
-    for rate in RATES
-]
+    for rate in ("5e-4", "1e-3", "2e-3")
+] + [Peer("speculators_muon_K3_lr1e-3", ["--lr", "1e-3", "--depth", "3"])]  # as it comes
 
 
 def train_peer(work: Path, envs: Path, peer: Peer, seed: int, budget: Budget) -> None:
