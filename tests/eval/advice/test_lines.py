@@ -11,6 +11,7 @@ from conf.shapes import parse_shape
 from eval.advice.advise import Advice, advise_on_figures, advise_on_report
 from eval.advice.question import Accept, Figures, Question, Stack
 from models.eagle3 import DraftConfig
+from models.small_model import ModelConfig
 
 GREEDY_VLLM = (
     "vllm serve some/verifier --speculative-config "
@@ -18,10 +19,10 @@ GREEDY_VLLM = (
 )
 
 
-def config(**flags: bool) -> DraftConfig:
+def config(layers: int = 1, **flags: bool) -> DraftConfig:
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
     values = [flags.get(name, False) for name in names]
-    return DraftConfig(*(64, 128, 4, 2, 16, 128, 64, [2, 4, 5], 1e-5, 512, {}), *values)
+    return DraftConfig(*(64, 128, 4, 2, 16, 128, 64, [2, 4, 5], 1e-5, 512, {}), *values, layers)
 
 
 @pytest.fixture
@@ -139,6 +140,17 @@ def test_a_draft_model_and_a_look_up(made):
     assert "draft-model-path" not in line
     own = advise_on_figures(small, Question(dialogues=0, stack=Stack.eyrie), made.place)
     assert own.verdict == "off" and "Eyrie's loop runs EAGLE-3 and Medusa heads alone" in own.reason
+
+
+def test_a_report_is_of_its_own_family(made, measured):
+    """A small model is served by its own method, and for the stack that it is exported for."""
+    place = replace(made.place, config=ModelConfig({}, 128, 512), export="write it")
+    advice = advise_on_report(measured, Question(), place)
+    assert vllm_config(advice)["method"] == "draft_model" and advice.serving.before == "write it"
+    assert "a small draft model" in advice.family.why[0]
+    off = advise_on_report(measured, Question(stack=Stack.sglang), place)
+    assert off.verdict == "off" and "exported for vLLM alone" in off.reason
+    assert advise_on_report(measured, Question(stack=Stack.eyrie), place).verdict == "on"
 
 
 @pytest.mark.parametrize(
