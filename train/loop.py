@@ -52,6 +52,7 @@ from train.engine import Engine
 from train.families.choose import Trainee, trainee_for
 from train.held_out import measure, measure_by_replay
 from train.metrics import Interval, MetricsLog, flat
+from train.spent import Spent
 from train.stop import StopRequest
 
 CPU = torch.device("cpu")
@@ -161,6 +162,9 @@ def fit(
             f"{checkpoints.at(step)}"
         )
         return None
+    flops = budget.figures(total, loader.steps_per_epoch).get("flops")
+    spent = Spent(engine.trainable, total, flops, interval.seconds, timed=total - state.step)
+    spent.save(folder, ranks)
     say(f"best held-out tau {best_tau:.3f} at step {best_step}: {folder / 'best'}")
     return folder / "best"
 

@@ -134,7 +134,7 @@ def test_the_command_line_may_sweep_something_else(tmp_path: Path):
         (["sweep=ttt_depth", "ttt.depth=3"], "every knob has one value"),
         (["sweep=ttt_depth", "ttt.dept=3"], "ttt.dept"),
         (["sweep=ttt_depth", "optim.lr=0"], "optim.lr=0"),
-        (["sweep=ttt_depth", "stages=[train]"], "a sweep runs prepare, capture and train"),
+        (["sweep=ttt_depth", "stages=[train]"], "conf/sweep/ttt_depth.yaml names the stages"),
         (["sweep=ttt_depth", "run.name=a,b"], "run.name: names the sweep's folder"),
     ],
 )
