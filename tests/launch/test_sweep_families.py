@@ -43,7 +43,8 @@ WIDE = Interval(1.1, 1.9)
 def speed_of(shape: str, n: int, nodes: int, speedup: float) -> ShapeSpeed:
     return ShapeSpeed(
         *(shape, n, nodes, 1.75, 1.06, 0.2, 0.2 / n, 1.5, 1.0, speedup),
-        **{"speedup_decode_interval": WIDE, "speedup_end_to_end": speedup},
+        speedup_decode_interval=WIDE,
+        speedup_end_to_end=speedup,
         speedup_end_to_end_interval=WIDE,
         **{"tokens_per_second_decode": 30.0, "tokens_per_second_end_to_end": 28.0},
         latency=Latency(1.0, 1.5),
