@@ -43,7 +43,8 @@ WIDE = Interval(1.1, 1.9)
 def speed_of(shape: str, n: int, nodes: int, speedup: float) -> ShapeSpeed:
     return ShapeSpeed(
         *(shape, n, nodes, 1.75, 1.06, 0.2, 0.2 / n, 1.5, 1.0, speedup),
-        **{"speedup_decode_interval": WIDE, "speedup_end_to_end": speedup},
+        speedup_decode_interval=WIDE,
+        speedup_end_to_end=speedup,
         speedup_end_to_end_interval=WIDE,
         **{"tokens_per_second_decode": 30.0, "tokens_per_second_end_to_end": 28.0},
         latency=Latency(1.0, 1.5),
@@ -113,12 +114,12 @@ def words(tiny_verifier: Path, tmp_path: Path) -> list[str]:
 class FakeJobs:
     """Stands for torchrun: notes the words of each job, and leaves what the job would leave."""
 
-    def __init__(self, words: list[str], unreported: str = "", lossy: str = ""):
+    def __init__(self, words: list[str], drafts: list[str], unreported: str = "", lossy: str = ""):
         self.unreported, self.lossy = unreported, lossy
         self.jobs: list[list[str]] = []
         plan = sweep.make_plan(["sweep=families", *words], 1)
         every = [*plan.fixed, stages_word(plan.stages)]  # judged as the jobs would judge them
-        self.configs = {name: load_config([*every, f"draft={name}"]) for name in DRAFTS}
+        self.configs = {name: load_config([*every, f"draft={name}"]) for name in drafts}
         self.folder = plan.folder
 
     def __call__(self, command: list[str]) -> int:
@@ -155,7 +156,7 @@ def cells(page: str) -> dict[tuple[str, str], list[str]]:
 def test_every_family_is_judged_and_every_shape_has_its_row(
     monkeypatch: pytest.MonkeyPatch, words: list[str], tmp_path: Path, capsys
 ):
-    fake = FakeJobs(words, lossy="tiny_medusa")
+    fake = FakeJobs(words, DRAFTS, lossy="tiny_medusa")
     assert swept(monkeypatch, words, fake) == 0
     shared, *points = fake.jobs
     assert "stages=[prepare,capture]" in shared
@@ -179,11 +180,10 @@ def test_every_family_is_judged_and_every_shape_has_its_row(
     assert chain[6] == "2.100 [1.100, 1.900]" and tree[6] == ""
     assert tree[-2] == "1.450 [1.100, 1.900]"
     assert "(families.png)" in page and "EAGLE-2" in capsys.readouterr().out
+    check_files(tmp_path / "runs" / "families")
 
 
-def test_json_and_plot(monkeypatch: pytest.MonkeyPatch, words: list[str], tmp_path: Path):
-    assert swept(monkeypatch, words, FakeJobs(words)) == 0
-    folder = tmp_path / "runs" / "families"
+def check_files(folder: Path) -> None:
     found = json.loads((folder / "sweep.json").read_text())["points"]
     assert [point["training"]["flops"] for point in found] == [2.4e13] * len(DRAFTS)
     first = found[1]["shapes"]
@@ -196,7 +196,9 @@ def test_json_and_plot(monkeypatch: pytest.MonkeyPatch, words: list[str], tmp_pa
 def test_a_point_without_its_report_has_failed(
     monkeypatch: pytest.MonkeyPatch, words: list[str], tmp_path: Path
 ):
-    assert swept(monkeypatch, words, FakeJobs(words, unreported="eagle1")) == 1
+    two = ["tiny", "eagle1"]
+    fake = FakeJobs(words, two, unreported="eagle1")
+    assert swept(monkeypatch, [*words, f"draft={','.join(two)}"], fake) == 1
     page = (tmp_path / "runs" / "families" / "sweep.md").read_text()
     assert "draft-eagle1: " in page and "no report there" in page
     assert "EAGLE-1" not in page and "EAGLE-3" in page
