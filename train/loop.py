@@ -39,12 +39,7 @@ from models.draft_file import CONFIG, save_draft
 from models.heads import digest_of_head
 from models.marks import part
 from models.start import new_draft, vocabulary_to_train
-from models.verifier import (
-    VerifierEnds,
-    load_ends,
-    load_facts,
-    scaled_logits,
-)
+from models.verifier import VerifierEnds, load_ends, load_facts, scaled_logits
 from train.breakdown import Breakdown
 from train.budget import budget_of
 from train.checkpoint import Checkpoints, TrainState
