@@ -1,8 +1,8 @@
 """Answers from a server process on loopback, with faults on order: nothing lost or invented."""
 
 import json
-import re
 import os
+import re
 import signal
 import subprocess
 import sys
