@@ -41,7 +41,7 @@ def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
     """Make sure that the states of ``prepared`` lie in the cache, and return their folder.
 
     Whole shards of an earlier run are kept; each rank writes every world_size-th missing one. A
-    part writes its shards and no manifest: the capture of the whole finds them and closes the cache.
+    part writes its shards and no manifest: the capture of the whole finds them and writes it.
     Raises ConfigError when the disk is too small or becomes full (whole shards stay), and
     JobError when the states do not reproduce the verifier's own logits.
     """

@@ -159,9 +159,7 @@ def attention(machine: Machine) -> Iterator[Ability]:
 
 def compiled(machine: Machine) -> Iterator[Ability]:
     gpu = on_gpu(machine)
-    language, names = (
-        ("C", ("gcc", "cc", "clang")) if gpu else ("C++", ("g++", "c++", "clang++"))
-    )
+    language, names = ("C", ("gcc", "cc", "clang")) if gpu else ("C++", ("g++", "c++", "clang++"))
     compiler = next((name for name in names if name in machine.programs), None)
     note, command = f"with {compiler}", None
     if compiler is None:
@@ -190,9 +188,7 @@ def served(machine: Machine) -> Iterator[Ability]:
     if vllm is not None and vllm.version is not None:
         yield Ability("launch.serve_check", True, f"vLLM {vllm.version} in {vllm.python}")
     else:
-        yield Ability(
-            "launch.serve_check", False, "no Python with vLLM", "bash launch/vllm_env.sh"
-        )
+        yield Ability("launch.serve_check", False, "no Python with vLLM", "bash launch/vllm_env.sh")
 
 
 def launched(machine: Machine) -> Iterator[Ability]:

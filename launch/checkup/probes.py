@@ -24,7 +24,10 @@ from launch.checkup.machine import Disk, Driver, Gpu, Machine, Operator, Package
 MIB, GIB = 1 << 20, 1 << 30
 PROGRAMS = ("gcc", "cc", "clang", "g++", "c++", "clang++", "nvcc", "sbatch", "srun")
 ASK_GPUS = ["--query-gpu=name,memory.total,compute_cap,driver_version", "--format=csv,noheader"]
-ASK_VLLM = "from importlib.metadata import version; print(version('vllm'))"
+ASK_VLLM = (  # by the module's name: builds for other machines are other distributions
+    "from importlib.metadata import packages_distributions, version;"
+    "print(version(packages_distributions()['vllm'][0]))"
+)
 PATIENCE = 60.0  # seconds for another program's answer
 
 
@@ -41,9 +44,7 @@ def examine(cache: Path, disk_mib: int) -> Machine:
         torch=ask_torch(),
         packages=[package_of(line, installed) for line in settings["dependencies"]],
         flash_attn=installed("flash-attn"),
-        sweep=[
-            package_of(line, installed) for line in settings["optional-dependencies"]["sweep"]
-        ],
+        sweep=[package_of(line, installed) for line in settings["optional-dependencies"]["sweep"]],
         operators=operators_in(places_of_operators()),
         programs=[name for name in PROGRAMS if shutil.which(name)],
         python_header=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),

@@ -97,14 +97,13 @@ def test_who_may_write_beside_whom(
     folder = capture_job.plan(cfg, prepared).folder
     shard_folder(folder).mkdir(parents=True)
     job = cfg if part is None else part_of(cfg, part)
-    with (folder / lock).open("a+") as file:
+    with (folder / lock).open("a+") as file, ExitStack() as held:
         fcntl.flock(file, kind)
         if refused:
-            with pytest.raises(ConfigError, match="another process is capturing"), ExitStack() as held:
+            with pytest.raises(ConfigError, match="another process is capturing"):
                 capture_job.take(job, prepared, ALONE, held)
         else:
-            with ExitStack() as held:
-                assert capture_job.take(job, prepared, ALONE, held).todo
+            assert capture_job.take(job, prepared, ALONE, held).todo
 
 
 @pytest.mark.parametrize(

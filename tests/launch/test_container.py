@@ -35,28 +35,30 @@ def pins(text: str) -> dict[str, str]:
 
 def faults(text: str) -> list[str]:
     """What is wrong with a recipe, in words."""
-    found = []
-    constraints = pins((ROOT / "launch" / "constraints.txt").read_text())
+    found = ["latest: moves"] if re.search(r":latest|FROM [^:\n]+$", text, re.M) else []
     for one in instructions(text):
-        if one.name == "FROM":
-            tag = one.text.split()[0].partition(":")[2]
-            if not re.match(r"\d+\.\d+\.\d+-", tag):
-                found.append(f"FROM {one.text}: no exact version")
-        if one.name != "RUN":
-            continue
-        for name, version in pins(one.text).items():
-            if name in constraints and constraints[name] != version:
-                found.append(f"{name}=={version}: launch/constraints.txt has {constraints[name]}")
-        for command in re.findall(r"pip install ([^&|;]+)", one.text):
-            if "-c launch/constraints.txt" not in command:
-                found.append(f"pip install {command}: without the constraints")
-            if "flash-attn" in command and "--no-build-isolation" not in command:
-                found.append("flash-attn: its isolated build sees no torch")
-        hosts = re.findall(r"https?://\S+", one.text)
-        found += [f"{host}: another index" for host in hosts if not host.startswith(INDEX)]
-    if re.search(r":latest|FROM [^:\n]+$", text, re.M):
-        found.append("latest: moves")
+        tag = one.text.split()[0].partition(":")[2]
+        if one.name == "FROM" and not re.match(r"\d+\.\d+\.\d+-", tag):
+            found.append(f"FROM {one.text}: no exact version")
+        if one.name == "RUN":
+            found += faults_of_a_command(one.text)
     return found
+
+
+def faults_of_a_command(text: str) -> list[str]:
+    constraints = pins((ROOT / "launch" / "constraints.txt").read_text())
+    found = [
+        f"{name}=={version}: launch/constraints.txt has {constraints[name]}"
+        for name, version in pins(text).items()
+        if constraints.get(name, version) != version
+    ]
+    for command in re.findall(r"pip install ([^&|;]+)", text):
+        if "-c launch/constraints.txt" not in command:
+            found.append(f"pip install {command}: without the constraints")
+        if "flash-attn" in command and "--no-build-isolation" not in command:
+            found.append("flash-attn: its isolated build sees no torch")
+    hosts = re.findall(r"https?://\S+", text)
+    return found + [f"{host}: another index" for host in hosts if not host.startswith(INDEX)]
 
 
 def test_the_recipe_is_in_order():
