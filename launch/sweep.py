@@ -6,6 +6,7 @@ limit), so Hydra's multirun stays outside, in a process that joins no process gr
 
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ def read_options(argv: list[str]) -> Namespace:
 def make_plan(overrides: list[str], processes: int | None) -> SweepPlan:
     """Split the overrides into fixed and swept ones. Raises ConfigError for bad input."""
     words = [completed(word) for word in overrides]
+    refuse_missing_launcher(words)
     try:
         given = parse(words)
         single = [str(o.input_line) for o in given if not o.is_sweep_override()]
@@ -89,6 +91,23 @@ def make_plan(overrides: list[str], processes: int | None) -> SweepPlan:
     name = composed.run.name if "run.name" in last else choice
     ranks = processes or default_processes(cfg)
     return SweepPlan(name, Path(cfg.run.root), fixed, swept, stages, words, ranks)
+
+
+def refuse_missing_launcher(words: list[str]) -> None:
+    """Raise ConfigError for a launcher of the extra ``sweep`` that is not installed."""
+    for word in words:
+        key, _, name = word.partition("=")
+        kind = name.partition("_")[0]
+        plugin = f"hydra_{kind}_launcher"
+        if key == "hydra/launcher" and kind in ("joblib", "submitit") and not is_plugin(plugin):
+            raise ConfigError(
+                f"{word}: that launcher is not installed; get it with "
+                "python -m pip install -c launch/constraints.txt -e '.[sweep]'"
+            )
+
+
+def is_plugin(name: str) -> bool:
+    return find_spec("hydra_plugins") is not None and find_spec(f"hydra_plugins.{name}") is not None
 
 
 def parse(words: list[str]) -> list[Override]:
