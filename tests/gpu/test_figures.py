@@ -43,11 +43,20 @@ def test_decoding_eager_and_graphed():
     assert {"eager", "graphed"} <= kinds
 
 
-def test_the_command_and_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """On a CPU the benchmark walks its path on tiny shapes; a bar that is missed fails."""
+def test_a_missed_bar_fails_and_what_was_printed_is_kept(tmp_path, monkeypatch):
+    """The benchmark itself walks its path on a CPU in tests/bench/test_gpu.py."""
+    reached = [True]
+
+    def run(command: list[str], stdout, **_) -> subprocess.CompletedProcess:
+        stdout.write("the table")
+        bars = [{"what": "MFU", "reached": one} for one in reached]
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({"bars": bars}))
+        return subprocess.CompletedProcess(command, 0)
+
     monkeypatch.setitem(measured.__globals__, "KEPT", tmp_path)
-    words = ("--only", "steps", "--tiny", "--shares", "40")
-    assert measured("steps", *words)["cases"]
-    assert "MFU" in (tmp_path / "steps.txt").read_text()
-    with pytest.raises(AssertionError, match="no such"):
-        measured("wrong", "--only", "no such")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert measured("steps", "--only", "steps")["bars"]
+    assert (tmp_path / "steps.txt").read_text() == "the table"
+    for reached in ([True, False], []):
+        with pytest.raises(AssertionError):
+            measured("steps")
