@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from conf.compose import load_config
+from conf.schema import Stage
 from launch import doctor
 from launch.checkup import abilities as judged
 from launch.checkup import probes
 from launch.checkup.abilities import Ability, abilities
 from launch.checkup.machine import Disk, Driver, Gpu, Machine, Operator, Package, Torch, Vllm
-from launch.checkup.smoke import problem_of, smoke
+from launch.checkup.smoke import command, problem_of, smoke, write_rows
 from models.kernels import FLASH_ATTN_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -324,6 +326,18 @@ def test_a_smoke_run_is_judged_by_what_it_leaves(tmp_path: Path):
     assert problem_of(good, 1) == "torchrun ended with exit code 1"
     assert "1 of 2 answers" in (problem_of(lossy, 0) or "")
     assert "config.json is missing" in (problem_of(cut, 0) or "")
+
+
+def test_the_words_of_the_smoke_run_are_a_configuration(tmp_path: Path):
+    write_rows(tmp_path)
+    (tmp_path / "verifier").mkdir()
+    (tmp_path / "verifier" / "config.json").touch()
+    words = command(tmp_path, 2)
+    at = words.index(str(ROOT / "train" / "main.py"))
+    assert words[1:at] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    cfg = load_config(words[at + 1 :])
+    assert cfg.optim.packs_per_step == 4 and cfg.stages == list(Stage)
+    assert Path(cfg.run.cache).parent == Path(cfg.run.root).parent == tmp_path
 
 
 @pytest.mark.slow
