@@ -92,6 +92,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "capture.batch_tokens": "4096",
     "capture.shard_mib": "1024",
     "capture.chunk_tokens": "65536",
+    "capture.parts": "1",
     "optim.packs_per_step": "8",
     "optim.micro_batch_tokens": "8192",
     "optim.max_steps": "null",

@@ -143,6 +143,8 @@ class CaptureSection:
     missing: MissingStates = MissingStates.refuse  # of dumped: samples without a file
     vllm_python: str | None = None  # of vllm: the Python that has it; null: the one that runs this
     vllm_args: dict[str, Any] = field(default_factory=dict)  # of vllm: more arguments for its LLM
+    parts: int = 1  # captures, each started by itself, that share the shards of one cache
+    part: int = 0  # which of them this one is: it writes the shards whose number leaves that rest
     min_agreement: float = 0.15  # no training below this share of top-1 choices; 0: train anyway
 
 

@@ -120,6 +120,7 @@ def state_backends(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
             "capture.tensor_parallel=true: one process cannot split a verifier; start with "
             "torchrun --nproc-per-node=GPUS"
         )
+    yield from parts_of_a_cache(cfg, running)
     yield from unheeded(cfg)
     if Stage.capture not in running:
         return
@@ -128,6 +129,29 @@ def state_backends(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
             f"capture.vllm_python={capture.vllm_python or 'null'}: no Python with vLLM there; "
             "name the interpreter of an environment with vllm >= 0.18, or take "
             "capture.backend=transformers"
+        )
+
+
+def parts_of_a_cache(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
+    """A part leaves shards without a manifest, so nothing that reads the cache can follow it."""
+    capture = cfg.capture
+    if not 0 <= capture.part < capture.parts:
+        yield (
+            f"capture.part={capture.part}: parts count from 0 and there are {capture.parts}; take "
+            f"0 to {capture.parts - 1}, or more with capture.parts"
+        )
+    if capture.parts == 1:
+        return
+    if capture.mode is CaptureMode.online:
+        yield (
+            f"capture.parts={capture.parts}: has no effect with capture.mode=online, which writes "
+            "nothing; leave it out"
+        )
+    beyond = [stage.value for stage in running if stage not in (Stage.prepare, Stage.capture)]
+    if beyond:
+        yield (
+            f"capture.parts={capture.parts}: a part is no whole cache, and {beyond[0]} needs one; "
+            "take stages=[prepare,capture] for each part, then the job without capture.parts"
         )
 
 

@@ -40,7 +40,8 @@ from data.writer import ShardWriter
 def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
     """Make sure that the states of ``prepared`` lie in the cache, and return their folder.
 
-    Whole shards of an earlier run are kept; each rank writes every world_size-th missing one.
+    Whole shards of an earlier run are kept; each rank writes every world_size-th missing one. A
+    part writes its shards and no manifest: the capture of the whole finds them and writes it.
     Raises ConfigError when the disk is too small or becomes full (whole shards stay), and
     JobError when the states do not reproduce the verifier's own logits.
     """
@@ -48,9 +49,14 @@ def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
         job = take(cfg, prepared, ranks, held)
         if job.complete:
             say(f"capture: already in {job.folder}")
-        else:
-            job = finish(job, write_missing(cfg, prepared, job, ranks), ranks)
-        say(summary(job.manifest))
+            say(summary(job.manifest))
+            return job.folder
+        written = write_missing(cfg, prepared, job, ranks)
+        if cfg.capture.parts > 1:
+            barrier()  # the parts' locks are rank 0's, which must not go before the others' shards
+            say(part_summary(cfg, job))
+            return job.folder
+        say(summary(finish(job, written, ranks).manifest))
         return job.folder
 
 
@@ -150,6 +156,14 @@ def summary(manifest: Manifest) -> str:
     """One line: sizes, and whether the answers are the verifier's own (high) or foreign (low)."""
     size = sum(shard.bytes for shard in manifest.shards)
     return f"capture: {size / 1e9:.3g} GB; {agreement_of(manifest)}"
+
+
+def part_summary(cfg: RunConfig, job: CaptureJob) -> str:
+    part, parts = cfg.capture.part, cfg.capture.parts
+    return (
+        f"capture: part {part} of {parts}, {len(job.spans)} shards, is in {job.folder}; when all "
+        "parts are, the command without capture.part and capture.parts closes the cache"
+    )
 
 
 def main(cfg: RunConfig) -> None:

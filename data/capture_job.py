@@ -3,7 +3,7 @@
 import fcntl
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class CaptureJob:
 
     folder: Path
     manifest: Manifest  # its shards: those that need not be written
-    spans: list[ShardSpan]  # all shards
+    spans: list[ShardSpan]  # all shards, or those of capture.part
     problem: str = ""  # with an earlier cache that was complete
     complete: bool = False
 
@@ -64,7 +64,7 @@ def take(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo, held: ExitStac
     if ranks.is_main:
         if new:  # nothing is made in vain
             check_space(cfg, job.folder, job.spans)
-        held.enter_context(sole_writer(job.folder))
+        held.enter_context(writer_of(cfg, job.folder))
     barrier()
     job = broadcast_object(plan(cfg, prepared) if ranks.is_main else None)
     assert job is not None
@@ -75,7 +75,8 @@ def take(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo, held: ExitStac
         if not new:
             check_space(cfg, job.folder, job.todo)
         for leftover in shard_folder(job.folder).glob("*.tmp"):
-            leftover.unlink()  # of a run that was killed
+            if leftover.stem in {span.name for span in job.spans}:  # no other part's
+                leftover.unlink()  # of a run that was killed
     barrier()
     return job
 
@@ -93,7 +94,8 @@ def looked_at(cfg: RunConfig, job: CaptureJob, ranks: RankInfo) -> CaptureJob:
 
 
 def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
-    """How the samples are cut into shards: as in the manifest that is there, else anew."""
+    """How the samples are cut into shards: as in the manifest that is there, else anew. Of those
+    a capture in parts plans its own alone."""
     facts = load_facts(cfg.verifier, cache_dir(cfg))
     dumped = cfg.capture.dumped
     dump = listing(Path(dumped).expanduser()) if dumped else ""
@@ -116,7 +118,9 @@ def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
         spans = cut_spans(lengths, asking, sizes, counts)
     else:
         manifest = replace(manifest, shards=[])
-    return CaptureJob(folder, manifest, spans, problem)
+    parts, part = cfg.capture.parts, cfg.capture.part
+    own = [span for span in spans if span.number % parts == part]
+    return CaptureJob(folder, manifest, own, problem)
 
 
 def chunk_of(cfg: RunConfig) -> int:
@@ -208,13 +212,35 @@ def check_space(cfg: RunConfig, folder: Path, todo: list[ShardSpan]) -> None:
         )
 
 
+def writer_of(cfg: RunConfig, folder: Path) -> AbstractContextManager[None]:
+    """The right to write what this capture plans: all, or its part beside the other parts."""
+    capture = cfg.capture
+    if capture.parts == 1:
+        return sole_writer(folder)
+    return writer_beside(folder, f".part-{capture.part}-of-{capture.parts}.lock")
+
+
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Keep another capture out of ``folder``. The system frees the lock however this one ends."""
+    """Keep every other capture out of ``folder``."""
+    with locked(folder, ".lock", fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def writer_beside(folder: Path, own: str) -> Iterator[None]:
+    """Keep out whole captures, and the same part once more; other parts may write meanwhile."""
+    with locked(folder, ".lock", fcntl.LOCK_SH), locked(folder, own, fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def locked(folder: Path, name: str, kind: int) -> Iterator[None]:
+    """The system frees the lock however this process ends."""
     shard_folder(folder).mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    with (folder / name).open("a+") as file:  # NFS shares no lock on a file open for writing alone
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"{folder}: another process is capturing into it; wait for its end and run the "

@@ -37,7 +37,9 @@ def use_threads(threads: int | None) -> None:
     # oneDNN, which computes bf16 products on a CPU, builds code for each shape it meets, 0.8 ms a
     # time, and forgets beyond 1,024. Packs vary: remembering more takes a third off small steps.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # torchrun says how many ranks this machine has by the first name, DeepSpeed's launcher by the
+    # second.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local))
 
 

@@ -17,7 +17,7 @@ from eval.acceptance import Interval
 from eval.compare_figures import compare_acceptance, compare_speed
 from eval.differences import Compared, Resampling
 from eval.parser import Parser
-from eval.plots import Point, draw_differences
+from eval.plots import Labels, Point, draw_rows
 from eval.report import EvalReport, jsonable
 from eval.report_file import find_report, read_report
 from eval.tables import aligned, shown, span
@@ -171,7 +171,8 @@ def draw(found: Comparison, path: Path) -> None:
         for one in found.figures
         if one.a > 0 and shown(one.difference) != "n/a" and shown(one.interval.low) != "n/a"
     ]
-    draw_differences(path, points, f"{found.b.run} against {found.a.run}: (b - a) / a")
+    title = f"{found.b.run} against {found.a.run}: (b - a) / a"
+    draw_rows(path, [Labels(title, "difference", "")], [points], 0.0)
 
 
 def parse(argv: list[str] | None) -> Request:

@@ -43,12 +43,19 @@ class Point:
     predicted: float = math.nan
 
 
-def draw_acceptance(path: Path, conditional: Curve, survival: Curve) -> None:
-    """Acceptance by draft position: of the rounds that got there, and of all rounds."""
-    figure, axes = blank("Accepted drafts by position", "draft position", "share accepted")
-    line(axes, conditional, 0)
-    line(axes, survival, 1)
-    finish_shares(axes, [conditional, survival])
+@dataclass(frozen=True)
+class Labels:
+    title: str
+    x: str
+    y: str
+
+
+def draw_shares(path: Path, labels: Labels, curves: Sequence[Curve]) -> None:
+    """Shares accepted by draft position."""
+    figure, axes = blank(labels.title, labels.x, labels.y)
+    for number, curve in enumerate(curves):
+        line(axes, curve, number)
+    finish_shares(axes, curves)
     save(figure, path)
 
 
@@ -150,36 +157,34 @@ def draw_temperatures(path: Path, alpha: Curve) -> None:
     save(figure, path)
 
 
-def draw_differences(path: Path, rows: Sequence[Point], title: str) -> None:
-    """One row a figure: its difference and interval, around a line at none."""
-    height = max(SIZE[1], 1.6 + 0.28 * len(rows))
-    figure, axes = blank(title, "difference", "", (8.0, height))
-    axes.axvline(0.0, color=GREY, linewidth=1)
-    for place, row in enumerate(rows):
-        clear = row.interval.low > 0 or row.interval.high < 0
-        colour = (GREEN if row.y > 0 else RED) if clear else GREY
-        axes.hlines(place, row.interval.low, row.interval.high, color=colour, linewidth=2)
-        axes.plot([row.y], [place], marker="o", color=colour)
-    axes.set_yticks(range(len(rows)), [shortened(row.label) for row in rows])
-    axes.invert_yaxis()
-    axes.grid(axis="x", color="#E5E7EB", linewidth=0.8)
+def draw_rows(
+    path: Path, panels: Sequence[Labels], rows: Sequence[Sequence[Point]], mark: float
+) -> None:
+    """One row a figure, with its interval; panels side by side share the rows' names.
+
+    Coloured by the side of ``mark`` on which its whole interval lies.
+    """
+    height = max(SIZE[1], 1.6 + 0.28 * max(map(len, rows)))
+    figure = Figure(figsize=(8.0 + 3.0 * (len(panels) - 1), height), layout="constrained")
+    drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, labels, group in zip(drawn, panels, rows, strict=True):
+        dress(axes, labels.title, labels.x, labels.y)
+        axes.axvline(mark, color=GREY, linewidth=1)
+        for place, row in enumerate(group):
+            clear = row.interval.low > mark or row.interval.high < mark
+            colour = (GREEN if row.y > mark else RED) if clear else GREY
+            axes.hlines(place, row.interval.low, row.interval.high, color=colour, linewidth=2)
+            axes.plot([row.y], [place], marker="o", color=colour)
+        axes.set_yticks(range(len(group)), [shortened(row.label) for row in group])
+        axes.grid(visible=False, axis="y")
+        axes.grid(axis="x", color="#E5E7EB", linewidth=0.8)
+    drawn[0].invert_yaxis()
     save(figure, path)
 
 
 def shortened(name: str) -> str:
     """Names of big trees are as long as the trees."""
     return name if len(name) <= 40 else f"{name[:37]}..."
-
-
-def draw_depth_sweep(path: Path, curves: Sequence[Curve]) -> None:
-    """Conditional acceptance by draft position, one line a head of the sweep."""
-    figure, axes = blank(
-        "Held-out acceptance by draft position", "draft position", "accepted of those reached"
-    )
-    for number, curve in enumerate(curves):
-        line(axes, curve, number)
-    finish_shares(axes, curves)
-    save(figure, path)
 
 
 def draw_training(path: Path, metrics: Path) -> bool:
@@ -261,13 +266,6 @@ def save(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DPI)
     write_atomically(path, image.getvalue())
-
-
-@dataclass(frozen=True)
-class Labels:
-    title: str
-    x: str
-    y: str
 
 
 def draw_curves(

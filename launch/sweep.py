@@ -1,4 +1,4 @@
-"""A sweep: one training a point, each in a torchrun of its own, then one table and one plot.
+"""A sweep: one job a point, each in a torchrun of its own, then the tables and plots of all.
 
 Several trainings inside one torchrun deadlock in the second ``init_process_group`` (a PyTorch
 limit), so Hydra's multirun stays outside, in a process that joins no process group.
@@ -6,7 +6,9 @@ limit), so Hydra's multirun stays outside, in a process that joins no process gr
 
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -21,7 +23,10 @@ from conf.compose import FOLDER, completed, load_config, one_sentence, sentence_
 from conf.runtime import say
 from conf.schema import ConfigError, Device, RunConfig
 from eval.parser import Parser
-from launch.sweep_points import SHARED_STAGES, SweepPlan, SweepPoint, make_cache, train
+from launch.sweep_plan import SweepPlan, stages_word
+
+if TYPE_CHECKING:
+    from launch.sweep_points import SweepPoint
 
 OURS = ("sweep", "stages", "run.name")  # the sweep sets them for each point
 
@@ -31,12 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     options = read_options(sys.argv[1:] if argv is None else argv)
     plan = make_plan(options.overrides, options.nproc_per_node)
     say(f"sweep {plan.name} over {', '.join(plan.swept)}: results go to {plan.folder}")
+    from launch.sweep_points import make_cache  # torch: bad input need not wait for it
+
     code = make_cache(plan)
     if code:
         say(f"making the shared cache failed with exit code {code}; no point was started")
         return 1
     points = launch(plan)
-    from launch.sweep_table import SweepResult, write_results  # torch: bad input need not wait
+    from launch.sweep_table import SweepResult, write_results  # torch, as above
 
     write_results(plan.folder, SweepResult(plan.name, plan.fixed, plan.swept, points))
     return 1 if any(point.failure for point in points) else 0
@@ -59,6 +66,7 @@ def read_options(argv: list[str]) -> Namespace:
 def make_plan(overrides: list[str], processes: int | None) -> SweepPlan:
     """Split the overrides into fixed and swept ones. Raises ConfigError for bad input."""
     words = [completed(word) for word in overrides]
+    refuse_missing_launcher(words)
     try:
         given = parse(words)
         single = [str(o.input_line) for o in given if not o.is_sweep_override()]
@@ -78,10 +86,28 @@ def make_plan(overrides: list[str], processes: int | None) -> SweepPlan:
         for knob, o in last.items()
         if knob not in outer and not knob.startswith("hydra")
     ]
-    cfg = load_config([*fixed, SHARED_STAGES])  # a broken rule ends here, before any training
+    stages = list(composed.stages)
+    cfg = load_config([*fixed, stages_word(stages)])  # a broken rule ends here, before any job
     name = composed.run.name if "run.name" in last else choice
     ranks = processes or default_processes(cfg)
-    return SweepPlan(name, Path(cfg.run.root), fixed, swept, words, ranks)
+    return SweepPlan(name, Path(cfg.run.root), fixed, swept, stages, words, ranks)
+
+
+def refuse_missing_launcher(words: list[str]) -> None:
+    """Raise ConfigError for a launcher of the extra ``sweep`` that is not installed."""
+    for word in words:
+        key, _, name = word.partition("=")
+        kind = name.partition("_")[0]
+        plugin = f"hydra_{kind}_launcher"
+        if key == "hydra/launcher" and kind in ("joblib", "submitit") and not is_plugin(plugin):
+            raise ConfigError(
+                f"{word}: that launcher is not installed; get it with "
+                "python -m pip install -c launch/constraints.txt -e '.[sweep]'"
+            )
+
+
+def is_plugin(name: str) -> bool:
+    return find_spec("hydra_plugins") is not None and find_spec(f"hydra_plugins.{name}") is not None
 
 
 def parse(words: list[str]) -> list[Override]:
@@ -102,8 +128,8 @@ def refuse(choice: str | None, swept: list[str], last: dict[str, Override]) -> N
         )
     if "stages" in last:
         raise ConfigError(
-            f"{last['stages'].input_line}: a sweep runs prepare, capture and train; remove it and "
-            "evaluate a point with python -m eval.main run.name=SWEEP/POINT"
+            f"{last['stages'].input_line}: conf/sweep/{choice}.yaml names the stages of a point; "
+            "remove it, and evaluate a point with python -m eval.main run.name=SWEEP/POINT"
         )
     if "run.name" in swept:
         raise ConfigError("run.name: names the sweep's folder and takes one value; give one")
@@ -117,10 +143,11 @@ def default_processes(cfg: RunConfig) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def launch(plan: SweepPlan) -> list[SweepPoint]:
+def launch(plan: SweepPlan) -> "list[SweepPoint]":
     """Let Hydra's sweeper and launcher go through the points; a failed one stops no other."""
+    from launch.sweep_points import train  # torch, as above
 
-    def train_point(_cfg: DictConfig) -> SweepPoint:
+    def train_point(_cfg: DictConfig) -> "SweepPoint":
         hydra = HydraConfig.get()
         swept = [word for word in hydra.overrides.task if word.partition("=")[0] in plan.swept]
         say(f"\npoint {hydra.job.num + 1}: {' '.join(swept)}")

@@ -1,4 +1,4 @@
-"""One point of a sweep: the training that is started for it, and the acceptance that it left."""
+"""One point of a sweep: the job that is started for it, and the figures that it left."""
 
 import json
 import math
@@ -6,29 +6,15 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conf.runtime import ROOT, say
-
-POINT_STAGES = "stages=[prepare,capture,train]"  # the first two find the shared cache
-SHARED_STAGES = "stages=[prepare,capture]"
-
-
-@dataclass(frozen=True)
-class SweepPlan:
-    """What is swept and what holds for every point."""
-
-    name: str  # folder below root
-    root: Path
-    fixed: list[str]  # overrides of every point
-    swept: list[str]  # knobs that take several values
-    words: list[str]  # all overrides, as Hydra gets them
-    processes: int  # ranks of one training
-
-    @property
-    def folder(self) -> Path:
-        return self.root / self.name
+from conf.schema import ConfigError, Stage
+from eval.report_file import BadValue, build, read_report
+from launch.sweep_plan import SHARED, SweepPlan, stages_word
+from launch.sweep_shapes import ShapeFigures, figures_of
+from train.spent import FILE, Spent
 
 
 @dataclass(frozen=True)
@@ -46,33 +32,46 @@ class SweepPoint:
     name: str
     overrides: list[str]  # the swept knobs alone
     folder: str
-    seconds: float
-    failure: str | None  # why there is no head to compare
-    held_out: HeldOut | None
+    seconds: float  # of the whole job
+    failure: str | None = None  # why there is no head to compare
+    held_out: HeldOut | None = None
+    training: Spent | None = None
+    shapes: list[ShapeFigures] = field(default_factory=list)  # where a point is evaluated
 
 
 def make_cache(plan: SweepPlan) -> int:
-    """Prepare and capture once, for all points to find; the exit code."""
-    return run(torchrun(plan, [*plan.fixed, SHARED_STAGES, f"run.name={plan.name}/shared"]))
+    """Prepare and capture once, for all points to find; the exit code.
+
+    A point that reads other states of the verifier captures them in its own job.
+    """
+    return run(torchrun(plan, [*plan.fixed, stages_word(SHARED), f"run.name={plan.name}/shared"]))
 
 
 def train(plan: SweepPlan, swept: list[str]) -> SweepPoint:
-    """Train one point and read what its best head reached on the held-out answers."""
+    """Run one point and read what its best head reached."""
     name = point_name(swept)
     folder = plan.folder / name
     start = time.perf_counter()
-    code = run(torchrun(plan, [*plan.fixed, *swept, POINT_STAGES, f"run.name={plan.name}/{name}"]))
-    failure, held_out = None, None
+    words = [*plan.fixed, *swept, stages_word(plan.stages), f"run.name={plan.name}/{name}"]
+    code = run(torchrun(plan, words))
+    point = SweepPoint(name, swept, str(folder), time.perf_counter() - start)
     if code:
-        failure = f"exit code {code}; see {folder / 'train.log'}"
+        point = replace(point, failure=f"exit code {code}; see {folder / 'train.log'}")
     else:
         try:
-            held_out = read_held_out(folder)
-        except ValueError as error:
-            failure = str(error)
-    if failure:
-        say(f"{name} failed: {failure}")
-    return SweepPoint(name, swept, str(folder), time.perf_counter() - start, failure, held_out)
+            point = with_figures(point, folder, Stage.eval in plan.stages)
+        except (ValueError, ConfigError) as error:
+            point = replace(point, failure=str(error))
+    if point.failure:
+        say(f"{name} failed: {point.failure}")
+    return point
+
+
+def with_figures(point: SweepPoint, folder: Path, evaluated: bool) -> SweepPoint:
+    """Raises ValueError or ConfigError for a file that is missing or not what the job writes."""
+    shapes = figures_of(read_report(folder), folder / "best") if evaluated else []
+    held_out, training = read_held_out(folder), read_training(folder)
+    return replace(point, held_out=held_out, training=training, shapes=shapes)
 
 
 def point_name(swept: list[str]) -> str:
@@ -119,3 +118,17 @@ def read_held_out(folder: Path) -> HeldOut:
         )
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: no held-out acceptance ({error!r})") from error
+
+
+def read_training(folder: Path) -> Spent | None:
+    """None where training left none: a head of an older Eyrie, found and not trained again.
+
+    Raises ValueError when the file is not what training writes.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        return build(Spent, json.loads(path.read_text()), "")
+    except (BadValue, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not what training writes ({error})") from error

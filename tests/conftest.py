@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.append(str(Path(__file__).resolve().parent / "gpu"))
+
+from gpu_list import GpuList
 
 from conf.schema import ConfigError
 from models.bundled import SMOLLM2, resolve
@@ -33,6 +38,10 @@ CHAT_TEMPLATE = (
 )
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GpuList(torch.cuda.is_available()), "gpu-list")
 
 
 @pytest.fixture(scope="session")

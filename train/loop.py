@@ -39,12 +39,7 @@ from models.draft_file import CONFIG, save_draft
 from models.heads import digest_of_head
 from models.marks import part
 from models.start import new_draft, vocabulary_to_train
-from models.verifier import (
-    VerifierEnds,
-    load_ends,
-    load_facts,
-    scaled_logits,
-)
+from models.verifier import VerifierEnds, load_ends, load_facts, scaled_logits
 from train.breakdown import Breakdown
 from train.budget import budget_of
 from train.checkpoint import Checkpoints, TrainState
@@ -52,6 +47,7 @@ from train.engine import Engine
 from train.families.choose import Trainee, trainee_for
 from train.held_out import measure, measure_by_replay
 from train.metrics import Interval, MetricsLog, flat
+from train.spent import Spent
 from train.stop import StopRequest
 
 CPU = torch.device("cpu")
@@ -161,6 +157,9 @@ def fit(
             f"{checkpoints.at(step)}"
         )
         return None
+    flops = budget.figures(total, loader.steps_per_epoch).get("flops")
+    spent = Spent(engine.trainable, total, flops, interval.seconds, timed=total - state.step)
+    spent.save(folder, ranks)
     say(f"best held-out tau {best_tau:.3f} at step {best_step}: {folder / 'best'}")
     return folder / "best"
 

@@ -26,6 +26,7 @@ class Interval:
         self.totals = torch.zeros(3, depth, dtype=torch.float64, device=device)
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.started = time.perf_counter()
+        self.seconds = 0.0  # between reports, so far
 
     def add(self, output: TTTOutput, tokens: int) -> None:
         self.totals += torch.stack([output.sums, output.counts, output.hits])
@@ -50,6 +51,7 @@ class Interval:
         sums, counts, hits = flat[:-1].view(3, -1).tolist()
         now = time.perf_counter()
         rate = float(flat[-1]) / (now - self.started)
+        self.seconds += now - self.started
         self.totals.zero_()
         self.tokens.zero_()
         self.restart()

@@ -4,6 +4,7 @@ No verifier, no states and no DeepSpeed. Every rank counts, and plays its share 
 """
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from models.draft_file import save_draft
 from models.phrases import PhraseConfig, PhraseTable
 from models.verifier import load_facts
 from train.held_out import measure_by_replay
+from train.spent import Spent
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,17 @@ class Texts:
 
 def count_phrases(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
     """Write the table and its held-out acceptance -> the folder with both."""
-    folder = run_dir(cfg) / "best"
+    folder, start = run_dir(cfg) / "best", time.perf_counter()
     config = PhraseConfig.of(cfg.draft, load_facts(cfg.verifier, cache_dir(cfg)))
     if cfg.draft.phrases is Phrases.context:
         table = PhraseTable(config)
     else:
         table = PhraseTable.counted(config, training_answers(prepared.samples))
+    seconds = time.perf_counter() - start
     place = Place(pick_device(cfg.run.device, ranks.local_rank), torch.float32)
     texts = Texts(prepared.samples)
     report = measure_by_replay(table, texts, cfg.eval.valid_depth, ranks, place)
+    Spent(0, 0, 0.0, seconds, 0).save(run_dir(cfg), ranks)
     if ranks.is_main:
         save_draft(folder, table.config, table.state_dict())
         write_atomically(folder / "acceptance.json", json.dumps(plain(report), indent=2))

@@ -10,6 +10,8 @@ from eval.advice.question import Figures, Question, Stack
 from models.drafts import AnyConfig
 from models.eagle1 import Eagle1Config
 from models.medusa import MedusaConfig
+from models.phrases import PhraseConfig
+from models.small_model import ModelConfig
 
 FROM_TRAINING = 60_000  # dialogues: the smallest set that a published head was trained on
 DEAR = 0.05  # Leviathan (2211.17192): useful draft models cost less a step
@@ -91,6 +93,10 @@ def family_of_report(floor: str, config: AnyConfig | None) -> FamilyAdvice:
             family, words = MEDUSA, "Medusa heads"
         case Eagle1Config():
             family, words = EAGLE1, "an EAGLE-1 head"
+        case ModelConfig():
+            family, words = VANILLA, "a small draft model"
+        case PhraseConfig():
+            family, words = NGRAM, "an n-gram table"
         case _:
             family, words = EAGLE3, "an EAGLE-3 head"
     why = [f"The report is of {words}, and it is judged by what was measured of it.", floor]

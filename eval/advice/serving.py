@@ -16,12 +16,16 @@ from eval.advice.candidates import Candidate
 from eval.advice.families import EAGLE1, EAGLE3, MEDUSA, Family
 from eval.advice.question import Question, Stack
 from models.drafts import AnyConfig
+from models.eagle1 import Eagle1Config
 from models.eagle3 import DraftConfig
+from models.phrases import PhraseConfig
+from models.small_model import ModelConfig
 
 READ = {Stack.vllm: "0.32.0", Stack.sglang: "0.5.23"}
 FIRST = {Stack.vllm: "0.8.5", Stack.sglang: "0.4.4"}  # with EAGLE-3
 DRAWN_DRAFTS = "0.21"  # vLLM: draft_sample_method; before it drafts are the argmax
 IN_THE_LOOP = (EAGLE3, EAGLE1, MEDUSA)  # families that are trained here, measured, and exported
+OTHERS = ModelConfig | PhraseConfig  # of drafts that a report can be of, too
 NORMS = "0.22"  # vLLM: fc_norm and norm_output of a head
 
 
@@ -64,15 +68,9 @@ def version_of(question: Question) -> str:
 
 def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | None:
     """Why this stack cannot serve the head, in a sentence; None when it can."""
-    if stack is Stack.eyrie and family not in IN_THE_LOOP:
-        return (
-            "Eyrie's loop runs EAGLE-3, EAGLE-1 and Medusa heads alone, and a "
-            f"{family.name} is advised: name a stack"
-        )
-    if stack is Stack.sglang and (family is EAGLE1 or not family.sglang):
-        return f"no {family.name} head is exported for SGLang {version}: serve it with vLLM"
-    if stack is Stack.eyrie or family is not EAGLE3:
-        return None
+    lacking = lacks_family(stack, version, place, family)
+    if lacking or stack is Stack.eyrie or family is not EAGLE3:
+        return lacking
     if Version(version) < Version(FIRST[stack]):
         return (
             f"{stack.value} {version} has no EAGLE-3, which came with {FIRST[stack]}: update it; "
@@ -103,6 +101,22 @@ def why_not(stack: Stack, version: str, place: Place, family: Family) -> str | N
     return None
 
 
+def lacks_family(stack: Stack, version: str, place: Place, family: Family) -> str | None:
+    """Why drafts of this family do not run there; a draft that was measured runs in our loop."""
+    if stack is Stack.eyrie and family not in IN_THE_LOOP and not isinstance(place.config, OTHERS):
+        return (
+            "Eyrie's loop runs EAGLE-3, EAGLE-1 and Medusa heads alone, and a "
+            f"{family.name} is advised: name a stack"
+        )
+    if stack is not Stack.sglang:
+        return None
+    if not family.sglang:
+        return f"SGLang {version} serves no {family.name} heads: serve them with vLLM"
+    if isinstance(place.config, Eagle1Config | ModelConfig):
+        return f"a draft of the family {family.name} is exported for vLLM alone: serve it with that"
+    return None
+
+
 def older(version: str, than: str) -> bool:
     return Version(version) < Version(than)
 
@@ -120,7 +134,8 @@ def serve(question: Question, place: Place, family: Family, pick: Candidate, rul
         )
     else:
         line, notes = eyrie_line(place, pick, question), []
-    exported = family in IN_THE_LOOP and question.stack is not Stack.eyrie
+    written = family in IN_THE_LOOP or isinstance(place.config, Eagle1Config | ModelConfig)
+    exported = written and question.stack is not Stack.eyrie
     if exported and not place.config:
         notes.append(
             "The head's folder was not found, so its flags were not compared with the stack."

@@ -6,10 +6,11 @@ from pathlib import Path
 from eval.acceptance import Interval
 from eval.plots import (
     Curve,
+    Labels,
     Point,
-    draw_acceptance,
     draw_batches,
     draw_ranges,
+    draw_shares,
     draw_speed,
     draw_temperatures,
     draw_time_split,
@@ -44,11 +45,12 @@ def draw_report(report: EvalReport, folder: Path, metrics: Path) -> list[Plot]:
 
 def acceptance(report: EvalReport, folder: Path) -> Plot:
     spread = report.intervals
-    draw_acceptance(
-        folder / "acceptance.png",
-        Curve("of the rounds that reached it (α)", report.alpha_by_depth, spread.alpha_by_depth),
-        Curve("of all rounds (survival)", report.survival_by_depth, spread.survival_by_depth),
+    of_those = Curve(
+        "of the rounds that reached it (α)", report.alpha_by_depth, spread.alpha_by_depth
     )
+    of_all = Curve("of all rounds (survival)", report.survival_by_depth, spread.survival_by_depth)
+    labels = Labels("Accepted drafts by position", "draft position", "share accepted")
+    draw_shares(folder / "acceptance.png", labels, [of_those, of_all])
     return Plot("acceptance.png", "Survival: the share of drafts accepted at each position")
 
 

@@ -105,7 +105,7 @@ EAGLE1 = Layout(
     serve,
     layer=NUMBERED,
     both_spellings=False,
-    draft_of=lambda values: Eagle1Config(**values),
+    draft_of=lambda values: Eagle1Config(**{k: v for k, v in values.items() if k != "layers"}),
     shapes=weight_shapes,
     last_alone=True,
 )

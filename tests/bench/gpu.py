@@ -14,11 +14,8 @@ tokens, eager, compiled and graphed, and whole answers without a draft, with cha
 tree, by each kind of steps; in fp32 all must give the same tokens. ``--compile`` adds the compiled
 ones, which take a minute or so a shape.
 
-Without CUDA it tries its path on tiny shapes. The tests for a GPU need nothing but
-pytest beside it:
-
-    python -m pytest --noconftest tests/models/test_attention.py
-    python -m pytest tests/eval/test_steps.py
+Without CUDA it tries its path on tiny shapes. ``python -m pytest -m gpu`` runs every check that
+needs a GPU, this one among them, in at most eight minutes.
 """
 
 import argparse

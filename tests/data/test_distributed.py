@@ -94,11 +94,15 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch):
     set_to: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     distributed.use_threads(None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     distributed.use_threads(None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     distributed.use_threads(None)
     distributed.use_threads(3)
-    assert set_to == [6, 1, 1, 3]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("LOCAL_SIZE", "3")  # DeepSpeed's launcher
+    distributed.use_threads(None)
+    assert set_to == [6, 1, 1, 3, 2]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -220,7 +221,9 @@ def test_the_breaker_opens_and_a_rerun_goes_on(cfg: RunConfig, serve):
     with pytest.raises(JobError) as stopped:
         ask(cfg, server, *MANY)
     text = str(stopped.value)
-    assert text.startswith(f"regenerate.base_url={server.url}: 3 requests one after the other")
+    opened = re.match(r"regenerate\.base_url=(\S+): (\d) requests one after the other", text)
+    assert opened is not None and opened[1] == server.url
+    assert opened[2] in "34"  # two are under way at once: another may fail before it is told
     assert "failed, each 2 times (the last: 503 Service Unavailable: ordered 503)" in text
     assert "run the same command again" in text and "\n" not in text
     assert len(server.asked()) <= 10 + 2 * (3 + 1)  # no more than those under way besides

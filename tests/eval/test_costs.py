@@ -55,13 +55,13 @@ def test_a_text_is_as_long_as_asked():
 def test_steps_leave_both_sides_as_they_were(verifier: Verifier, make_draft):
     texts = [[5, 6, 7, 8, 9, 10], [4, 3, 2, 1, 4, 3]]
     bench = StepBench(Steps(verifier), make_draft(), texts, 2, DecodeSettings(8, []))
-    root, ends = bench.target.root.clone(), list(bench.draft.cache.ends)
+    root, ends = bench.target.root.clone(), list(bench.draft.caches[0].ends)
     assert ends == [4, 4]
     for step in (bench.plain, bench.verifying(5), bench.first, bench.feeding(1), bench.feeding(4)):
         assert step() > 0 and step() > 0
         bench.rewind()
         assert bench.target.cache.lengths.tolist() == [6, 6]
-        assert bool((bench.target.root == root).all()) and bench.draft.cache.ends == ends
+        assert bool((bench.target.root == root).all()) and bench.draft.caches[0].ends == ends
 
 
 def test_the_table_agrees_with_the_loop(verifier: Verifier, make_draft, monkeypatch):

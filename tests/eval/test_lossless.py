@@ -313,7 +313,7 @@ def test_command_fails_on_a_difference(run_folder: Path, little, capsys, monkeyp
 
 
 def test_command_fails_when_a_control_passes(run_folder: Path, little, capsys, monkeypatch):
-    monkeypatch.setattr(lossless, "run_toy", lambda case, *_: run_toy(case, 1, 20))
+    monkeypatch.setattr(lossless, "run_toy", lambda case, *_: run_toy(case, 1, 2))
     assert lossless.main(["--quick", "--count", "1", "--new-tokens", "2"]) == 1
     assert "UNEXPECTED" in capsys.readouterr().out
 

@@ -54,7 +54,7 @@ def heads(verifier: Verifier, section: VerifierSection, tmp_path: Path) -> Calla
             ids = torch.cat([torch.tensor(text[2 + k :]) for text in texts[:2]])
             wanted = draft.logits(rows, k)  # no ties, which rounding would break at random
             inside = draft.t2d[ids]
-            wanted[inside.nonzero().flatten(), draft.to_draft_ids(ids[inside])] += 20.0
+            wanted[inside.nonzero().flatten(), draft.to_draft_ids(ids[inside])] += 5.0
             draft.rows(k).weight.data = torch.linalg.lstsq(rows, wanted).solution.T.contiguous()
         return draft.eval().requires_grad_(False)
 

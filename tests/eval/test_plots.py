@@ -10,9 +10,10 @@ from eval.plots import (
     DPI,
     SIZE,
     Curve,
+    Labels,
     Point,
-    draw_acceptance,
-    draw_depth_sweep,
+    draw_rows,
+    draw_shares,
     draw_speed,
     draw_training,
 )
@@ -30,7 +31,8 @@ EXPECTED = tuple(round(inches * DPI) for inches in SIZE)
 def test_every_plot_is_a_png_of_the_right_size(tmp_path: Path):
     some = [Interval(0.4, 0.6), Interval(0.2, 0.4), Interval(math.nan, math.nan)]
     alpha = Curve("α", [0.5, 0.3, math.nan], some)
-    draw_acceptance(tmp_path / "a.png", alpha, Curve("survival", [0.5, 0.15, 0.0]))
+    shares = Labels("accepted", "draft position", "share")
+    draw_shares(tmp_path / "a.png", shares, [alpha, Curve("survival", [0.5, 0.15, 0.0])])
     draw_speed(
         tmp_path / "s.png",
         Curve("measured", [1.2, 1.4], some[:2], [1, 3]),
@@ -39,7 +41,7 @@ def test_every_plot_is_a_png_of_the_right_size(tmp_path: Path):
         3,
     )
     curves = [Curve(f"depth {k}", [0.5, 0.1 * k, math.nan]) for k in range(9)]
-    draw_depth_sweep(tmp_path / "new" / "d.png", curves)
+    draw_shares(tmp_path / "new" / "d.png", shares, curves)
     rows = [
         {"step": 10, "loss": 2.0},
         {"step": 20, "loss": 1.5},
@@ -55,8 +57,20 @@ def test_every_plot_is_a_png_of_the_right_size(tmp_path: Path):
 
 def test_nothing_observed_still_draws(tmp_path: Path):
     nothing = Curve("α", [math.nan], [Interval(math.nan, math.nan)])
-    draw_acceptance(tmp_path / "a.png", nothing, nothing)
+    draw_shares(tmp_path / "a.png", Labels("", "", ""), [nothing, nothing])
     assert pixels(tmp_path / "a.png") == EXPECTED
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert not draw_training(tmp_path / "t.png", tmp_path / "metrics.jsonl")
     assert not (tmp_path / "t.png").exists()
+
+
+def test_rows_of_two_panels_share_their_names(tmp_path: Path):
+    """A panel more is wider, a row more is higher, and what was not measured still has its row."""
+    some, none = Interval(0.9, 1.4), Interval(math.nan, math.nan)
+    rows = [Point("a head", 1.2, some), Point("another", math.nan, none)]
+    one, two = [Labels("τ", "", "")], [Labels("τ", "", ""), Labels("speed-up", "", "")]
+    draw_rows(tmp_path / "1.png", one, [rows], 1.0)
+    draw_rows(tmp_path / "2.png", two, [rows, rows], 1.0)
+    draw_rows(tmp_path / "3.png", one, [rows * 10], 1.0)
+    (w1, h1), (w2, h2), (w3, h3) = (pixels(tmp_path / f"{n}.png") for n in (1, 2, 3))
+    assert w2 > w1 == w3 and h3 > h1 == h2

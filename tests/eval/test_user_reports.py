@@ -165,10 +165,10 @@ def largest_gap(verifier: Verifier, draft: Eagle3Draft, run: Speculation) -> flo
         scratch = Eagle3Drafter(draft, 1, rows, verifier.device)
         scratch.feed(text[:, 1:], verifier.states(text)[:, :-1], [rows])
         scratch.start()
-        assert run.draft.cache.ends[row] == rows  # no row of a guess is left
+        assert run.draft.caches[0].ends[row] == rows  # no row of a guess is left
         for ours, theirs in (
-            (run.draft.cache.keys, scratch.cache.keys),
-            (run.draft.cache.values, scratch.cache.values),
+            (run.draft.caches[0].keys, scratch.caches[0].keys),
+            (run.draft.caches[0].values, scratch.caches[0].values),
         ):
             found.append(float((ours[row, :, :rows] - theirs[0, :, :rows]).abs().max()))
     return max(found)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_the_command_line_may_sweep_something_else(tmp_path: Path):
         (["sweep=ttt_depth", "ttt.depth=3"], "every knob has one value"),
         (["sweep=ttt_depth", "ttt.dept=3"], "ttt.dept"),
         (["sweep=ttt_depth", "optim.lr=0"], "optim.lr=0"),
-        (["sweep=ttt_depth", "stages=[train]"], "a sweep runs prepare, capture and train"),
+        (["sweep=ttt_depth", "stages=[train]"], "conf/sweep/ttt_depth.yaml names the stages"),
         (["sweep=ttt_depth", "run.name=a,b"], "run.name: names the sweep's folder"),
     ],
 )
@@ -178,3 +179,28 @@ def test_acceptance_of_another_shape_is_named(tmp_path: Path):
     (tmp_path / "best" / "acceptance.json").write_text('{"tau": 1.0}')
     with pytest.raises(ValueError, match="no held-out acceptance"):
         read_held_out(tmp_path)
+
+
+def test_points_through_submitit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Its local executor starts a process a point; the training there is a stand-in."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra sweep")
+    monkeypatch.setattr(sweep_points, "run", lambda _command: 0)  # the shared cache
+    here = os.getpid()
+
+    def train_elsewhere(plan: sweep_points.SweepPlan, swept: list[str]) -> SweepPoint:
+        other = "" if os.getpid() != here else "ran in the sweep's own process"
+        return SweepPoint(point_name(swept), swept, str(plan.folder), 0.0, other or None, None)
+
+    monkeypatch.setattr(sweep, "train", train_elsewhere)
+    plan = make_plan(overrides(tmp_path, "hydra/launcher=submitit_local"), 1)
+    points = sweep.launch(plan)
+    assert [point.overrides for point in points] == [[f"ttt.depth={k}"] for k in (1, 3, 5, 7)]
+    assert not any(point.failure for point in points)
+
+
+def test_a_launcher_that_is_not_installed_is_named(tmp_path: Path):
+    if sweep.is_plugin("hydra_submitit_launcher"):
+        pytest.skip("it is installed")
+    with pytest.raises(ConfigError) as refusal:
+        make_plan(overrides(tmp_path, "hydra/launcher=submitit_slurm"), 1)
+    assert "'.[sweep]'" in str(refusal.value) and "\n" not in str(refusal.value)

@@ -1,7 +1,4 @@
-"""Attention of the training-time test against dense scores: outputs, gradients, and the traps.
-
-Runs alone, without conftest.py, on a machine with a GPU and little else installed.
-"""
+"""Attention of the training-time test against dense scores: outputs, gradients, and the traps."""
 
 import math
 from dataclasses import replace
@@ -35,6 +32,7 @@ TINY = [(3, [0, 2]), (4, [1, 2, 3])]  # gradcheck differentiates by every number
 # Longer than the 512 keys and 32 rows that the CPU kernel takes at a time, and than CUDA's tiles.
 LONG = [(700, [*range(90), *range(300, 333), *range(560, 700)]), (550, list(range(500, 549)))]
 STEPS = range(7)
+HALF, FULL = torch.bfloat16, torch.float32
 
 # Of the largest entry of each result. The oracle is fed the same rounded numbers, so what remains
 # is the kernel's own arithmetic: sums of at most 8 * T products in fp64 and fp32. In bf16 a
@@ -45,9 +43,11 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 WRONG = 1e-3  # a negative control is off by more; all of them run in fp64
 
 
-def on_gpu(kernel: Kernel, present: bool, lacks: str):
-    mark = pytest.mark.skipif(not present, reason=f"{kernel.name}: {lacks}")
-    return pytest.param(kernel, torch.bfloat16, marks=mark, id=f"{kernel.name}, bfloat16")
+ON_GPU = pytest.mark.gpu("kernels", seconds=20)
+PACKAGE_THERE = pytest.mark.skipif(
+    torch.cuda.is_available() and not is_flash_attn_2_available(),
+    reason="flash-attn is not installed",
+)
 
 
 BACKENDS = [
@@ -56,8 +56,8 @@ BACKENDS = [
         for kernel in (PLAIN, CPU_FLASH)
         for dtype in BOUNDS
     ),
-    on_gpu(CUDA_FLASH, torch.cuda.is_available(), "no CUDA here"),
-    on_gpu(FLASH_ATTN, is_flash_attn_2_available(), "no CUDA or no flash-attn here"),
+    pytest.param(CUDA_FLASH, HALF, marks=ON_GPU, id=f"{CUDA_FLASH.name}, bfloat16"),
+    pytest.param(FLASH_ATTN, HALF, marks=[ON_GPU, PACKAGE_THERE], id="flash_attn, bfloat16"),
 ]
 KERNELS = [pytest.param(kernel, id=kernel.name) for kernel in (PLAIN, CPU_FLASH)]
 
@@ -316,7 +316,6 @@ def test_no_step_joins_or_repeats_keys():
 
 AUTO, PLAINLY = DraftAttentionKind.auto, DraftAttentionKind.plain
 TORCH, PACKAGE = DraftAttentionKind.torch_flash, DraftAttentionKind.flash_attn
-HALF, FULL = torch.bfloat16, torch.float32
 
 
 TAKEN = [

@@ -8,6 +8,7 @@ weights as reached, ``muon`` that optimizer, and ``average`` an average of the w
 
 import json
 import math
+import os
 import pickle
 import shutil
 import sys
@@ -45,7 +46,7 @@ from train.loss import Distillation
 from train.metrics import Interval
 from train.ttt import TrainingTimeTest
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ["DS_ACCELERATOR"])
 WIDTH, VOCAB, ROWS = 32, 40, 24
 DEPTH = 3
 OTHER = TTTSection(depth=DEPTH, feed=Feed.own, weights=StepWeights.reached)
@@ -137,9 +138,9 @@ def build(spec: Spec, ranks: RankInfo) -> "Job":
             parameter.data.normal_(std=0.1)
     draft.t2d.fill_(True)
     dtype = torch.bfloat16 if spec.precision == "bfloat16" else torch.float32
-    teacher = Distillation(LossKind.kl, head.to(dtype), LlamaConfig())
+    teacher = Distillation(LossKind.kl, head.to(DEVICE, dtype), LlamaConfig())
     test = TrainingTimeTest(
-        draft, teacher, cfg.ttt, choose_kernel(cfg.engine.attention, CPU, dtype, 8)
+        draft, teacher, cfg.ttt, choose_kernel(cfg.engine.attention, DEVICE, dtype, 8)
     )
     engine = Engine(cfg, test, ranks)
     return Job(spec, cfg, engine, head, ranks)
@@ -267,7 +268,7 @@ def run(spec: Spec, steps: int, ranks: RankInfo, folder: Path) -> dict:
 
 def main(steps: int, out: Path, jobs: list[str]) -> None:
     torch.set_num_threads(1)
-    setup(CPU)
+    setup(DEVICE)
     ranks = RankInfo.from_env()
     results = {}
     for job in jobs:

@@ -13,12 +13,12 @@ from models.kernels import CUDA_FLASH, FLASH_ATTN, PLAIN
 from train.loss import Distillation
 from train.ttt import TrainingTimeTest
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
 DEPTH = 5
 # Of the whole gradient, by the number of roundings to bf16 on its way; the head is random here.
 BOUND = 3e-2
 
 
+@pytest.mark.gpu("step", seconds=20)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kernel", [CUDA_FLASH, FLASH_ATTN, PLAIN], ids=lambda kernel: kernel.name)
 def test_a_pack_on_the_gpu_has_the_gradient_of_the_cpu(lab, kernel, recompute):

@@ -12,6 +12,7 @@ from eval.advice.advise import Advice, advise_on_figures, advise_on_report
 from eval.advice.question import Accept, Figures, Question, Stack
 from models.eagle1 import Eagle1Config
 from models.eagle3 import DraftConfig
+from models.small_model import ModelConfig
 
 GREEDY_VLLM = (
     "vllm serve some/verifier --speculative-config "
@@ -19,13 +20,10 @@ GREEDY_VLLM = (
 )
 
 
-def config(**flags: int) -> DraftConfig:
+def config(layers: int = 1, **flags: bool) -> DraftConfig:
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-    values = [bool(flags.get(name, False)) for name in names]
-    layers = flags.get("layers", 1)
-    return DraftConfig(
-        *(64, 128, 4, 2, 16, 128, 64, [2, 4, 5], 1e-5, 512, {}), *values, layers=layers
-    )
+    values = [flags.get(name, False) for name in names]
+    return DraftConfig(*(64, 128, 4, 2, 16, 128, 64, [2, 4, 5], 1e-5, 512, {}), *values, layers)
 
 
 @pytest.fixture
@@ -154,7 +152,18 @@ def test_a_report_on_an_eagle1_head_names_its_method(made, measured):
     assert advice.family.family.name == "EAGLE-1" and "an EAGLE-1 head" in advice.family.why[0]
     assert vllm_config(advice)["method"] == "eagle"
     on_sglang = advise_on_report(measured, Question(stack=Stack.sglang), place)
-    assert on_sglang.verdict == "off" and "no EAGLE-1 head is exported" in on_sglang.reason
+    assert on_sglang.verdict == "off" and "exported for vLLM alone" in on_sglang.reason
+
+
+def test_a_report_is_of_its_own_family(made, measured):
+    """A small model is served by its own method, and for the stack that it is exported for."""
+    place = replace(made.place, config=ModelConfig({}, 128, 512), export="write it")
+    advice = advise_on_report(measured, Question(), place)
+    assert vllm_config(advice)["method"] == "draft_model" and advice.serving.before == "write it"
+    assert "a small draft model" in advice.family.why[0]
+    off = advise_on_report(measured, Question(stack=Stack.sglang), place)
+    assert off.verdict == "off" and "exported for vLLM alone" in off.reason
+    assert advise_on_report(measured, Question(stack=Stack.eyrie), place).verdict == "on"
 
 
 @pytest.mark.parametrize(

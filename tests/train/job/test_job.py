@@ -84,6 +84,10 @@ def test_a_budget_of_flops_is_said_and_kept_beside_the_figures(place, finished: 
     assert spent == {step: pytest.approx(step * a_step) for step in spent}
     said = (finished / "train.log").read_text()
     assert f"the {place.STEPS} steps spend {spent[place.STEPS]:.4g}" in said
+    took = json.loads((finished / "training.json").read_text())
+    assert took["flops"] == pytest.approx(spent[place.STEPS])
+    assert took["steps"] == took["timed"] == place.STEPS and took["seconds"] > 0
+    assert f"training {took['trained']:,} parameters" in said
 
 
 def test_a_checkpoint_holds_the_draft_and_its_optimizer_alone(place, finished: Path):
@@ -180,6 +184,8 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(
     out, _ = place.finish(place.words("killed", "stages=[train]"))
     assert "resumed at step" in out
     place.assert_same_training("killed", "whole")
+    took = json.loads((run / "training.json").read_text())  # of all steps; timed were the later
+    assert took["steps"] == place.STEPS and 0 < took["timed"] < place.STEPS
     assert not leftover.exists() and (torn / "state.json").is_file()
 
 

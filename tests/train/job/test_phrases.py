@@ -25,7 +25,8 @@ def config(place, name: str, *more: str) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def finished(place) -> RunConfig:
-    cfg = config(place, "phrases", "draft.phrases=context")
+    own = f"run.cache={place.folder / 'cache_of_phrases'}"
+    cfg = config(place, "phrases", "draft.phrases=context", own)
     run_in(run_dir(cfg), cfg, ALONE)
     return cfg
 
