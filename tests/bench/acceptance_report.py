@@ -41,13 +41,6 @@ class Head:
         """[P] accepted guesses of each prompt."""
         return np.array([sum(one["accepted_by_depth"]) for one in self.walk["counters"][n]])
 
-    def conditional(self, n: str) -> list[float]:
-        """alpha by depth."""
-        counters = self.walk["counters"][n]
-        accepted = np.sum([one["accepted_by_depth"] for one in counters], 0)
-        reached = np.sum([one["reached_by_depth"] for one in counters], 0)
-        return [float(a / max(r, 1)) for a, r in zip(accepted, reached, strict=True)]
-
 
 @dataclass(frozen=True)
 class Group:
@@ -62,6 +55,13 @@ class Group:
     def tau(self, n: str) -> float:
         rounds = sum(head.rounds(n).sum() for head in self.heads)
         return 1 + float(sum(head.accepted(n).sum() for head in self.heads) / rounds)
+
+    def conditional(self, n: str) -> list[float]:
+        """alpha by depth."""
+        counters = [one for head in self.heads for one in head.walk["counters"][n]]
+        accepted = np.sum([one["accepted_by_depth"] for one in counters], 0)
+        reached = np.sum([one["reached_by_depth"] for one in counters], 0)
+        return [float(a / max(r, 1)) for a, r in zip(accepted, reached, strict=True)]
 
     def draws(self, n: str, prompts: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         """tau of each resample; ``prompts`` [S, P] and ``seeds`` [S, any] are drawn places."""
@@ -132,7 +132,7 @@ def row_of(group: Group, base: Group) -> Row:
         f"{group.tau(SHORT):.3f}",
         f"{group.tau(CHAIN):.3f} [{low_high.low:.3f}, {low_high.high:.3f}]",
         f"{against.ratio:.3f} [{against.interval.low:.3f}, {against.interval.high:.3f}]",
-        " ".join(f"{alpha:.2f}" for alpha in group.heads[0].conditional(CHAIN)),
+        " ".join(f"{alpha:.2f}" for alpha in group.conditional(CHAIN)),
     )
 
 
