@@ -57,6 +57,7 @@ def test_a_missed_bar_fails_and_what_was_printed_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     assert measured("steps", "--only", "steps")["bars"]
     assert (tmp_path / "steps.txt").read_text() == "the table"
-    for reached in ([True, False], []):
+    for bars in ([True, False], []):
+        reached[:] = bars
         with pytest.raises(AssertionError):
             measured("steps")
