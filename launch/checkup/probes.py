@@ -98,10 +98,12 @@ def ask_torch() -> Torch | None:
         return None
     import torch
 
-    nccl = None
+    version = None
     if torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return Torch(torch.__version__, torch.version.cuda, torch.cuda.device_count(), nccl)
+        from torch.cuda import nccl
+
+        version = ".".join(map(str, nccl.version()))
+    return Torch(torch.__version__, torch.version.cuda, torch.cuda.device_count(), version)
 
 
 def package_of(requirement: str, version_of: Callable[[str], str | None]) -> Package:
