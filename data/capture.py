@@ -96,11 +96,7 @@ def spread(job: CaptureJob, ranks: RankInfo) -> None:
 
 
 def write_missing(
-    cfg: RunConfig,
-    prepared: PreparedData,
-    job: CaptureJob,
-    ranks: RankInfo,
-    stage: Staging | None,
+    cfg: RunConfig, prepared: PreparedData, job: CaptureJob, ranks: RankInfo, stage: Staging | None
 ) -> list[ShardEntry]:
     """Write this rank's share of the missing shards; each was read back when this returns, and is
     in the store where there is one.
@@ -111,7 +107,6 @@ def write_missing(
     mine = job.todo if together else job.todo[ranks.rank :: ranks.world_size]
     if not mine:
         return []
-    shard_folder(job.folder).mkdir(parents=True, exist_ok=True)  # rank 0's disk may be another
     device, stored = pick_device(cfg.run.device, ranks.local_rank), job.manifest.dtype
     places = [i for span in mine for i in range(span.first, span.first + span.count)]
     longest = int(prepared.samples.lengths[places].max())

@@ -38,6 +38,14 @@ class Findings:
     faults: list[str]  # of files that a manifest promises, or that are there and damaged
     unsent: int  # whole shards that lie here, and not whole in the store that there is
 
+    @classmethod
+    def of(cls, looks: list[Look]) -> "Findings":
+        return cls(
+            whole=[one.found for one in looks if isinstance(one.found, ShardEntry)],
+            faults=[one.found for one in looks if isinstance(one.found, str)],
+            unsent=sum(isinstance(one.found, ShardEntry) and not one.sent for one in looks),
+        )
+
 
 def examine(
     folder: Path,
@@ -54,21 +62,18 @@ def examine(
     """
     mine = spans[ranks.rank :: ranks.world_size]
     known = {entry.name: entry for entry in manifest.shards}
-    total = sum(span.count for span in spans)
-    step = max(1, total // SAMPLED)
-
-    def look_here(span: ShardSpan) -> ShardEntry | str | None:
-        entry = known.get(span.name)
-        if entry is None:
-            return unknown_shard(folder, span, manifest.source)
-        places = range(-span.first % step, span.count, step)
-        return fault_of(folder, entry, verify, places) or entry
+    step = max(1, sum(span.count for span in spans) // SAMPLED)
 
     def look(span: ShardSpan) -> Look:
-        here = look_here(span)
+        entry = known.get(span.name)
+        if entry is None:
+            here = unknown_shard(folder, span, manifest.source)
+        else:
+            places = range(-span.first % step, span.count, step)
+            here = fault_of(folder, entry, verify, places) or entry
         if stage is None:
             return Look(here, sent=True)
-        stored = stored_entry(stage, span, known.get(span.name), manifest.source, verify)
+        stored = stored_entry(stage, span, entry, manifest.source, verify)
         return Look(settle(stage, here, stored, span), sent=stored is not None)
 
     if stage is None and not shard_folder(folder).is_dir():
@@ -81,11 +86,7 @@ def examine(
         if mine:
             looked = progress(looked, len(mine), "check shards", "shard")
         found = [one for part in gather_objects(list(looked)) for one in part]
-    return Findings(
-        whole=[one.found for one in found if isinstance(one.found, ShardEntry)],
-        faults=[one.found for one in found if isinstance(one.found, str)],
-        unsent=sum(isinstance(one.found, ShardEntry) and not one.sent for one in found),
-    )
+    return Findings.of(found)
 
 
 def unknown_shard(folder: Path, span: ShardSpan, capture: str) -> ShardEntry | str | None:

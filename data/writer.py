@@ -25,6 +25,7 @@ class ShardWriter:
         self.folder = folder
         self.capture = capture
         self.stage = stage
+        shard_folder(folder).mkdir(parents=True, exist_ok=True)  # rank 0's disk may be another
         self._entries: list[ShardEntry] = []
         self._flight: Future[ShardEntry] | None = None
         # One torch thread: workers of its own would take the cores that compute.
