@@ -20,6 +20,7 @@ from data.shard_plan import ShardSpan
 from data.staging import Staging
 
 MANIFEST = "manifest.json"
+PROBE = "probe"
 BLOCK = 1 << 24  # bytes of a shard in memory while the store's copy is hashed
 
 
@@ -58,7 +59,12 @@ def is_published(stage: Staging) -> bool:
 
 
 def withdraw(stage: Staging) -> None:
-    """Remove the manifest before a shard changes: what has one is complete."""
+    """Remove the manifest before a shard changes: what has one is complete.
+
+    Raises JobError where nothing may be written: now, and not after hours of computing.
+    """
+    stage.store.write(b"may this be written?", PROBE)
+    stage.store.remove(PROBE)
     stage.store.remove(MANIFEST)
 
 

@@ -108,7 +108,13 @@ class Store:
             write(path + ".tmp")
             self._files.mv(path + ".tmp", path)
 
-        self._tried(f"writing {name}", act)
+        try:
+            self._tried(f"writing {name}", act)
+        except FileNotFoundError as error:
+            raise JobError(
+                f"capture.store={self.url}: writing {name} failed ({error}); make the bucket or "
+                "the folder first, and run the same command again"
+            ) from error
 
     def _tried(self, what: str, act: Callable[[], Result], own: tuple[int, ...] = ()) -> Result:
         """What ``act`` returns; errors with a number of ``own`` are the caller's."""

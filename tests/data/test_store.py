@@ -380,6 +380,18 @@ def test_a_cache_that_is_there_is_sent_and_a_damaged_object_again(cfg, prepared,
         assert bytes_of(there) == whole and manifest_file(there).is_file()
 
 
+def test_a_store_that_may_not_be_written_is_said_before_anything_is_computed(
+    cfg, prepared: PreparedData, tmp_path: Path, monkeypatch
+):
+    def put(*_: object) -> None:
+        raise PermissionError("read only")
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", put)
+    monkeypatch.setattr(Verifier, "load", put)
+    with pytest.raises(JobError, match=r"capture\.store=.*writing probe failed once"):
+        capture(stored_in(cfg, tmp_path, "a"), prepared, ALONE)
+
+
 def test_a_capture_keeps_to_the_limit(cfg, prepared: PreparedData, tmp_path: Path):
     """Under one of two shards no more are left, and the store has all."""
     small = stored_in(cfg, tmp_path, "a")
