@@ -63,7 +63,9 @@ class Store:
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         path = self._path(name)
-        return self._tried(f"reading {name}", lambda: self._files.cat_file(path, start, end))
+        return self._tried(  # by name: s3fs has another order
+            f"reading {name}", lambda: self._files.cat_file(path, start=start, end=end)
+        )
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -129,10 +131,11 @@ class Store:
                     raise
                 final = isinstance(error, PermissionError) or code in FULL
                 if final or pause is None:
+                    words = " ".join(str(error).split())
                     times = "once" if number == 1 else f"{number} times"
                     raise JobError(
                         f"capture.store={self.url}: {what} failed {times} "
-                        f"({type(error).__name__}: {error}); mend connection, credentials or "
+                        f"({type(error).__name__}: {words}); mend connection, credentials or "
                         "room there and run the same command again, which keeps what is stored"
                     ) from error
                 time.sleep(pause)

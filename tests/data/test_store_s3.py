@@ -33,9 +33,9 @@ def bucket(monkeypatch) -> Iterator[str]:
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     files = fsspec.filesystem("s3", skip_instance_cache=True)
-    files.mkdir("states")
+    files.mkdir(f"states-{port}")  # moto keeps buckets from server to server
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    yield "s3://states/some/prefix"
+    yield f"s3://states-{port}/some/prefix"
     threaded.stop()
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
