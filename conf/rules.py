@@ -26,6 +26,7 @@ from conf.stage_rules import (
     heads,
     places,
     state_backends,
+    stores,
 )
 
 FILLED_BY_ENGINE = {
@@ -71,6 +72,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         places,
         heads,
         state_backends,
+        stores,
         evaluation_inputs,
     ):
         for message in rules(cfg, running):

@@ -145,6 +145,11 @@ class CaptureSection:
     vllm_args: dict[str, Any] = field(default_factory=dict)  # of vllm: more arguments for its LLM
     parts: int = 1  # captures, each started by itself, that share the shards of one cache
     part: int = 0  # which of them this one is: it writes the shards whose number leaves that rest
+    # Also keep shards and manifest there, and read them from there: an fsspec URL, as
+    # s3://BUCKET/PREFIX or file:///MOUNTED/FOLDER; null: in run.cache alone
+    store: str | None = None
+    stage_gib: float | None = None  # of store: GiB of its shards on the disk of run.cache at most,
+    # the least recently used make room; null: all that were written or read stay
     min_agreement: float = 0.15  # no training below this share of top-1 choices; 0: train anyway
 
 

@@ -16,6 +16,8 @@ FREE = (
     "capture.chunk_tokens",
     "capture.missing",
     "capture.shard_mib",
+    "capture.stage_gib",
+    "capture.store",
     "capture.tolerance",
     "capture.vllm_python",
     "capture.mode",

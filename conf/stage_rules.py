@@ -1,6 +1,7 @@
 """What the stages that run must find, and knobs of theirs that do not go together."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,6 +153,39 @@ def parts_of_a_cache(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
         yield (
             f"capture.parts={capture.parts}: a part is no whole cache, and {beyond[0]} needs one; "
             "take stages=[prepare,capture] for each part, then the job without capture.parts"
+        )
+    if capture.store is not None:
+        yield (
+            f"capture.store={capture.store}: parts write to run.cache alone, and the whole capture "
+            "after them sends their shards; leave it out for the parts"
+        )
+
+
+def stores(cfg: RunConfig, running: Sequence[Stage]) -> Iterator[str]:
+    """Where the cache lies besides run.cache, and how much of it may stay there."""
+    store, gib = cfg.capture.store, cfg.capture.stage_gib
+    if store is not None and not re.match(r"[a-z][a-z0-9+.-]*://.", store):
+        yield (
+            f"capture.store={store}: must be a URL, as s3://BUCKET/PREFIX; for a mounted folder "
+            "give file:///FOLDER"
+        )
+    if store is not None and cfg.capture.mode is CaptureMode.online:
+        yield (
+            f"capture.store={store}: has no effect with capture.mode=online, which keeps no "
+            "states; leave it out, or take capture.mode=cache"
+        )
+    if gib is None:
+        return
+    if store is None:
+        yield (
+            f"capture.stage_gib={gib:g}: has no effect without capture.store, since what leaves "
+            "the disk must be somewhere; set capture.store, or capture.stage_gib=null"
+        )
+    if not cfg.capture.shard_mib / 1024 <= gib < float("inf"):
+        yield (
+            f"capture.stage_gib={gib:g}: must hold one shard of capture.shard_mib="
+            f"{cfg.capture.shard_mib} MiB; try capture.stage_gib="
+            f"{max(1, -(-cfg.capture.shard_mib // 1024) * 8)}, best of all the whole cache"
         )
 
 

@@ -32,8 +32,10 @@ from data.distributed import (
 from data.manifest import Manifest, ShardEntry, shard_folder, write_manifest
 from data.origin import agreement_of
 from data.prepare import prepare
+from data.publish import publish, send, withdraw
 from data.records import Part, PreparedData, SampleStates, TokenizedSample
 from data.shards import HiddenStateShard
+from data.staging import Staging
 from data.writer import ShardWriter
 
 
@@ -49,14 +51,19 @@ def capture(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo) -> Path:
         job = take(cfg, prepared, ranks, held)
         if job.complete:
             say(f"capture: already in {job.folder}")
-            say(summary(job.manifest))
-            return job.folder
-        written = write_missing(cfg, prepared, job, ranks)
-        if cfg.capture.parts > 1:
+        elif cfg.capture.parts > 1:
+            write_missing(cfg, prepared, job, ranks, None)
             barrier()  # the parts' locks are rank 0's, which must not go before the others' shards
             say(part_summary(cfg, job))
             return job.folder
-        say(summary(finish(job, written, ranks).manifest))
+        else:
+            stage = Staging.of(cfg, job.folder)
+            if stage is not None:
+                send_found(job, ranks, stage)
+            job = finish(job, write_missing(cfg, prepared, job, ranks, stage), ranks, stage)
+        if cfg.capture.store is not None:
+            spread(job, ranks)
+        say(summary(job.manifest))
         return job.folder
 
 
@@ -73,10 +80,32 @@ def full_disk_named(cfg: RunConfig) -> Iterator[None]:
         ) from error
 
 
+def send_found(job: CaptureJob, ranks: RankInfo, stage: Staging) -> None:
+    """Send what an earlier capture has left on this rank's disk and the store has not.
+
+    Each rank found the shards of its own share. What is complete there does not stay so.
+    """
+    if ranks.is_main:
+        withdraw(stage)
+    barrier()
+    whole = {entry.name: entry for entry in job.manifest.shards}
+    for span in job.spans[ranks.rank :: ranks.world_size]:
+        if span.name in whole:
+            send(stage, whole[span.name], span, job.manifest.source)
+
+
+def spread(job: CaptureJob, ranks: RankInfo) -> None:
+    """Write the manifest on each machine: with a store they need not have a disk in common."""
+    if ranks.local_rank == 0:
+        write_manifest(job.folder, job.manifest)
+    barrier()
+
+
 def write_missing(
-    cfg: RunConfig, prepared: PreparedData, job: CaptureJob, ranks: RankInfo
+    cfg: RunConfig, prepared: PreparedData, job: CaptureJob, ranks: RankInfo, stage: Staging | None
 ) -> list[ShardEntry]:
-    """Write this rank's share of the missing shards; each was read back when this returns.
+    """Write this rank's share of the missing shards; each was read back when this returns, and is
+    in the store where there is one.
 
     Ranks that hold one verifier together compute all shards together, and rank 0 writes them.
     """
@@ -93,7 +122,7 @@ def write_missing(
     tokens = sum(span.tokens for span in mine)
     with (
         state_source(wanted) as source,
-        ShardWriter(job.folder, job.manifest.source) as writer,
+        ShardWriter(job.folder, job.manifest.source, stage) as writer,
     ):
         bar = cast(tqdm, progress((), tokens, "capture" + of_all, "token"))
         with closing(bar):
@@ -138,8 +167,10 @@ def fill(
         store(before[0], before[1]())
 
 
-def finish(job: CaptureJob, written: list[ShardEntry], ranks: RankInfo) -> CaptureJob:
-    """Write the manifest of the shards that were there and those of all ranks."""
+def finish(
+    job: CaptureJob, written: list[ShardEntry], ranks: RankInfo, stage: Staging | None = None
+) -> CaptureJob:
+    """Write the manifest of the shards that were there and those of all ranks; the store's last."""
     shards = job.manifest.shards + [entry for part in gather_objects(written) for entry in part]
     manifest = replace(job.manifest, shards=sorted(shards, key=lambda entry: entry.number))
     if ranks.is_main:
@@ -148,6 +179,8 @@ def finish(job: CaptureJob, written: list[ShardEntry], ranks: RankInfo) -> Captu
             if path.name not in names:
                 path.unlink()  # cut for another capture.shard_mib
         write_manifest(job.folder, manifest)
+        if stage is not None:
+            publish(stage, manifest)
     barrier()
     return replace(job, manifest=manifest)
 

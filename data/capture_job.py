@@ -15,9 +15,11 @@ from data.distributed import barrier, broadcast_object
 from data.dumped import listing
 from data.integrity import examine
 from data.manifest import FORMAT_VERSION, Manifest, manifest_file, read_manifest, shard_folder
+from data.publish import is_published, pull_manifest
 from data.records import PreparedData
 from data.render import ChatTemplate, tokenizer_fingerprint
 from data.shard_plan import RowSizes, ShardSpan, cut_spans, plan_spans
+from data.staging import GIB, Staging
 from models.bundled import resolve
 from models.verifier import VerifierFacts, load_facts, load_tokenizer, weights_fingerprint
 
@@ -84,18 +86,23 @@ def take(cfg: RunConfig, prepared: PreparedData, ranks: RankInfo, held: ExitStac
 def looked_at(cfg: RunConfig, job: CaptureJob, ranks: RankInfo) -> CaptureJob:
     """Look on all ranks at the shards of an earlier capture."""
     promised = bool(job.manifest.shards)
-    found = examine(job.folder, job.spans, job.manifest, cfg.capture.verify, ranks)
+    stage = Staging.of(cfg, job.folder)
+    found = examine(job.folder, job.spans, job.manifest, cfg.capture.verify, ranks, stage)
     problem = job.problem
     if found.faults:
         more = f", and {len(found.faults) - 1} more" if len(found.faults) > 1 else ""
         problem = f"{found.faults[0]}{more}"
     job = replace(job, manifest=replace(job.manifest, shards=found.whole), problem=problem)
-    return replace(job, complete=promised and not job.todo)
+    stored = stage is None or (not found.unsent and is_published(stage))
+    return replace(job, complete=promised and not job.todo and stored)
 
 
 def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
     """How the samples are cut into shards: as in the manifest that is there, else anew. Of those
-    a capture in parts plans its own alone."""
+    a capture in parts plans its own alone.
+
+    With capture.store its manifest comes before the one on the disk.
+    """
     facts = load_facts(cfg.verifier, cache_dir(cfg))
     dumped = cfg.capture.dumped
     dump = listing(Path(dumped).expanduser()) if dumped else ""
@@ -104,6 +111,9 @@ def plan(cfg: RunConfig, prepared: PreparedData) -> CaptureJob:
     folder = cache_dir(cfg) / f"capture-{manifest.fingerprint}"
     lengths, asking = prepared.samples.lengths, prepared.samples.asking
     sizes = RowSizes.of(facts.hidden_size, len(facts.aux_layers), getattr(torch, manifest.dtype))
+    stage = Staging.of(cfg, folder)
+    if stage is not None:
+        pull_manifest(stage)
     if manifest_file(folder).exists():
         try:
             found = read_manifest(folder)
@@ -198,6 +208,8 @@ def check_space(cfg: RunConfig, folder: Path, todo: list[ShardSpan]) -> None:
     """Print what the missing shards need. Raises ConfigError before anything is written."""
     need = sum(span.bytes for span in todo)
     need += need // 100 + MIB  # headers and the manifest
+    if cfg.capture.stage_gib is not None:  # what was sent to the store may go
+        need = min(need, int(cfg.capture.stage_gib * GIB))
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     tokens = sum(span.tokens for span in todo)

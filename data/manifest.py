@@ -94,10 +94,23 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_manifest(folder: Path, wanted: Manifest | None = None) -> Manifest:
-    """Read the manifest and compare it with the files beside it, by presence and size.
+    """Read a fitting manifest and compare it with the files beside it, by presence and size.
+
+    Raises ConfigError for another one than wanted, and for a shard that is missing or cut.
+    """
+    manifest = fitting_manifest(folder, wanted)
+    for entry in manifest.shards:
+        wrong = misfit(folder, entry)
+        if wrong:
+            raise ConfigError(f"{wrong}; run data.capture, which writes this shard again")
+    return manifest
+
+
+def fitting_manifest(folder: Path, wanted: Manifest | None = None) -> Manifest:
+    """Read the manifest; its shards may lie elsewhere.
 
     ``wanted`` describes the states that are needed; None compares nothing. Raises ConfigError with
-    both values when something of it is another, and for a shard that is missing or cut.
+    both values when something of it is another.
     """
     manifest = read_manifest(folder)
     for name, way in (
@@ -114,10 +127,6 @@ def open_manifest(folder: Path, wanted: Manifest | None = None) -> Manifest:
                 f"{manifest_file(folder)}: {name}={found} must be {ours}, {way}; capture the "
                 "states again with data.capture"
             )
-    for entry in manifest.shards:
-        wrong = misfit(folder, entry)
-        if wrong:
-            raise ConfigError(f"{wrong}; run data.capture, which writes this shard again")
     return manifest
 
 

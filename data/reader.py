@@ -3,6 +3,8 @@
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
@@ -10,14 +12,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from conf.runtime import note_once
 from conf.schema import ConfigError
 from data.fp8 import FP8
-from data.manifest import Manifest, ShardEntry, open_manifest, shard_folder
+from data.manifest import Manifest, ShardEntry, fitting_manifest, open_manifest, shard_folder
 from data.records import CachedPack, CachedSample, TokenizedSample, named
 from data.room import Room
 from data.shard_file import damaged, index_digest
 from data.shard_index import ShardIndex, Stretch
 from data.shards import digest_of, raw
+from data.staging import GIB, Staging
+
+Place = tuple[Stretch, memoryview]  # rows in a file, and where they are read to
+READERS = 16  # threads that fetch indexes from a store: each waits for the network
 
 
 class ShardReader:
@@ -25,17 +32,23 @@ class ShardReader:
 
     Nothing unchecked is handed out: headers and small tensors are compared with the manifest when
     opened, and a sample's rows with their digest whenever they are read (at some 20 GB/s).
+    With a ``stage`` the shards lie in its store, and each is fetched when a sample of it is read.
     ``lengths`` [S] int64, ``held_out`` and ``greedy`` [S] bool describe all samples.
     """
 
-    def __init__(self, folder: Path, wanted: Manifest | None = None):
+    def __init__(self, folder: Path, wanted: Manifest | None = None, stage: Staging | None = None):
         """Raises ConfigError: other states or format than wanted, a missing, cut or torn shard.
 
         What is wanted: see open_manifest; None: any.
         """
         self.folder = folder
-        self.manifest = open_manifest(folder, wanted)
-        self._shards = [self._open(entry) for entry in self.manifest.shards]
+        self.stage = stage
+        if stage is None:
+            self.manifest = open_manifest(folder, wanted)
+        else:
+            self.manifest = fitting_manifest(folder, wanted)
+            note_room(stage, self.manifest)
+        self._shards = self._open_all()
         self._digests = self._joined("digests").tolist()
         self.lengths = torch.cat([shard.small["offsets"].diff() for shard in self._shards])
         self.held_out = self._joined("held_out").bool()
@@ -90,12 +103,10 @@ class ShardReader:
         rooms = list(zip(*cut, strict=True))  # by sample, then in the order of ROWS
         blocks = {one.name: block for one, block in zip(whole, found, strict=True)}
         for number, handle in self._opened(indices):
-            shard, index = self._shard(indices[number]), indices[number]
-            for part, room in zip(parts[number], rooms[number], strict=True):
-                shard.read(handle, part, room)
-            if digest_of(rooms[number]) != self._digests[index]:
-                name = shard.ids[self._place(index)]
-                raise damaged(shard.path, f"sample {name} is not as it was written")
+            index = indices[number]
+            places = list(zip(parts[number], rooms[number], strict=True))
+            if not self._filled(index, handle, places):
+                self._read_anew(index, places)
         lengths = [int(self.lengths[index]) for index in indices]
         ids = blocks["input_ids"].long().split(lengths)
         masks = blocks["loss_mask"].bool().split(lengths)
@@ -118,11 +129,34 @@ class ShardReader:
             last_scales=blocks.get("last_scales"),
         )
 
+    def _filled(self, index: int, handle: int, places: Sequence[Place]) -> bool:
+        """Read the rows of a sample into their places -> whether they fit their digest."""
+        shard = self._shard(index)
+        for part, room in places:
+            shard.read(handle, part, room)
+        return digest_of(room for _, room in places) == self._digests[index]
+
+    def _read_anew(self, index: int, places: Sequence[Place]) -> None:
+        """A damaged sample again, from a shard fetched anew. Raises ConfigError without a store."""
+        shard, entry = self._shard(index), self.manifest.shards[self._shard_number(index)]
+        if self.stage is not None:
+            self.stage.drop(entry)
+            with self.stage.open(entry) as file:
+                if self._filled(index, file.fileno(), places):
+                    return
+        name = shard.ids[self._place(index)]
+        raise damaged(shard.path, f"sample {name} is not as it was written")
+
     def expect(self, indices: Sequence[int]) -> None:
         """Ask the system to fetch the samples from the disk, and do not wait for it.
 
-        All of it is asked for at once, so the disk works on many reads side by side.
+        All of it is asked for at once, so the disk works on many reads side by side. Shards that
+        are not on the disk are left to the reading: fetched too early they might be gone again.
         """
+        if self.stage is not None:
+            shards = {self._shard_number(index) for index in indices}
+            there = {shard for shard in shards if self.stage.has(self.manifest.shards[shard])}
+            indices = [index for index in indices if self._shard_number(index) in there]
         for number, handle in self._opened(indices):
             index = indices[number]
             for part in self._shard(index).rows_of(self._place(index)):
@@ -133,9 +167,14 @@ class ShardReader:
         order = sorted(range(len(indices)), key=lambda number: indices[number])
         for _, chosen in groupby(order, lambda number: self._shard_number(indices[number])):
             numbers = list(chosen)
-            with self._shard(indices[numbers[0]]).path.open("rb", buffering=0) as file:
+            with self._file(self._shard_number(indices[numbers[0]])) as file:
                 for number in numbers:
                     yield number, file.fileno()
+
+    def _file(self, shard: int) -> FileIO:
+        if self.stage is None:
+            return FileIO(self._shards[shard].path)
+        return self.stage.open(self.manifest.shards[shard])
 
     def _shard(self, index: int) -> ShardIndex:
         return self._shards[self._shard_number(index)]
@@ -152,9 +191,16 @@ class ShardReader:
     def _joined(self, name: str) -> Tensor:
         return torch.cat([shard.small[name] for shard in self._shards])
 
+    def _open_all(self) -> list[ShardIndex]:
+        if self.stage is None:
+            return [self._open(entry) for entry in self.manifest.shards]
+        with ThreadPoolExecutor(READERS, "indexes", torch.set_num_threads, (1,)) as pool:
+            return list(pool.map(self._open, self.manifest.shards))
+
     def _open(self, entry: ShardEntry) -> ShardIndex:
         """Read one shard's index and compare the lengths of all its parts with the manifest."""
-        path = shard_folder(self.folder) / entry.name
+        stage = self.stage
+        path = shard_folder(self.folder) / entry.name if stage is None else stage.index(entry)
         try:
             digest = index_digest(path)
             if digest != entry.index:
@@ -182,6 +228,19 @@ class ShardReader:
             states |= {"aux_scales": (entry.tokens, layers), "last_scales": (entry.asking, 1)}
         offsets = dict.fromkeys(("offsets", "last_offsets"), (entry.samples + 1,))
         return {**one_a_token, **one_a_row, **samples, **states, **offsets}
+
+
+def note_room(stage: Staging, manifest: Manifest) -> None:
+    """Say what a small stage costs. Raises ConfigError for one that holds not even each shard."""
+    stage.stored.update(entry.name for entry in manifest.shards)
+    if not stage.holds(manifest.shards):
+        total = sum(entry.bytes for entry in manifest.shards)
+        assert stage.limit is not None
+        note_once(
+            f"capture.stage_gib={stage.limit / GIB:g} of the {total / GIB:.3g} GiB in {stage.store}"
+            " fit on this machine, and a step reads from many shards: about "
+            f"{1 - stage.limit / total:.0%} of them are fetched again each time"
+        )
 
 
 def pieces(block: Tensor, parts: Sequence[Stretch]) -> list[memoryview]:

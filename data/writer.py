@@ -6,22 +6,26 @@ from pathlib import Path
 import torch
 
 from data.manifest import ShardEntry, shard_folder
+from data.publish import send
 from data.shard_file import describe, read_back, write_shard
 from data.shard_plan import ShardSpan
 from data.shards import HiddenStateShard
+from data.staging import Staging
 
 
 class ShardWriter:
-    """Takes full shards, writes each in a thread of its own and reads it back.
+    """Takes full shards, writes each in a thread of its own, reads it back and sends it to a store.
 
     Two shards are in memory at most: one that is written and one that is filled. What goes wrong
     in the thread, a full disk above all, is raised by the next ``put`` or by ``finish``; whole
     shards stay. Hashing and writing let the interpreter go, so the forward pass does not wait.
     """
 
-    def __init__(self, folder: Path, capture: str):
+    def __init__(self, folder: Path, capture: str, stage: Staging | None = None):
         self.folder = folder
         self.capture = capture
+        self.stage = stage
+        shard_folder(folder).mkdir(parents=True, exist_ok=True)  # rank 0's disk may be another
         self._entries: list[ShardEntry] = []
         self._flight: Future[ShardEntry] | None = None
         # One torch thread: workers of its own would take the cores that compute.
@@ -36,12 +40,18 @@ class ShardWriter:
     def put(self, span: ShardSpan, shard: HiddenStateShard) -> None:
         """Write ``shard``, which must not change any more; waits while another one is written."""
         self._land()
-        self._flight = self._pool.submit(written, self.folder, span, shard, self.capture)
+        self._flight = self._pool.submit(self._make, span, shard)
 
     def finish(self) -> list[ShardEntry]:
         """Wait for the last shard -> all of them as the manifest is to know them."""
         self._land()
         return self._entries
+
+    def _make(self, span: ShardSpan, shard: HiddenStateShard) -> ShardEntry:
+        entry = written(self.folder, span, shard, self.capture)
+        if self.stage is not None:
+            send(self.stage, entry, span, self.capture)
+        return entry
 
     def _land(self) -> None:
         if self._flight is not None:

@@ -17,6 +17,7 @@ OWNERS = {
     "torch.distributed": {"data/distributed.py", "train/engine.py"},
     "wandb": {"train/metrics.py"},
     "datasets": {"data/tables.py"},
+    "fsspec": {"data/store.py"},
     "flash_attn": {"models/kernels.py"},
     "matplotlib": {"eval/plots.py"},
     "hydra": {"conf/compose.py", "launch/sweep.py"},

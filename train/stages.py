@@ -31,6 +31,7 @@ from data.prepare import find_prepared, prepare
 from data.reader import ShardReader
 from data.records import PreparedData
 from data.sources import DataFile, digest
+from data.staging import Staging
 from eval.chosen import choose_prompts
 from eval.main import evaluate, head_to_measure
 from models.draft_file import CONFIG
@@ -133,7 +134,7 @@ def train_on(
         say(f"training data: {agreement} (of the first samples)")
     else:
         wanted = manifest_of(cfg, prepared, load_facts(cfg.verifier, cache))
-        source = ShardReader(cached, wanted)
+        source = ShardReader(cached, wanted, Staging.of(cfg, cached))
         agreement = agreement_of(source.manifest)  # which capture has said
     require_agreement(cfg, agreement)
     own_tokens(cfg, ranks)
