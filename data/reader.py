@@ -3,6 +3,7 @@
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from conf.schema import ConfigError
+from conf.schema import ConfigError, JobError
 from data.fp8 import FP8
 from data.manifest import Manifest, ShardEntry, open_manifest, shard_folder
 from data.records import CachedPack, CachedSample, TokenizedSample, named
@@ -133,7 +134,7 @@ class ShardReader:
         order = sorted(range(len(indices)), key=lambda number: indices[number])
         for _, chosen in groupby(order, lambda number: self._shard_number(indices[number])):
             numbers = list(chosen)
-            with self._shard(indices[numbers[0]]).path.open("rb", buffering=0) as file:
+            with opened(self._shard(indices[numbers[0]]).path) as file:
                 for number in numbers:
                     yield number, file.fileno()
 
@@ -182,6 +183,17 @@ class ShardReader:
             states |= {"aux_scales": (entry.tokens, layers), "last_scales": (entry.asking, 1)}
         offsets = dict.fromkeys(("offsets", "last_offsets"), (entry.samples + 1,))
         return {**one_a_token, **one_a_row, **samples, **states, **offsets}
+
+
+def opened(path: Path) -> FileIO:
+    """Raises JobError when the file has gone since the cache was opened."""
+    try:
+        return path.open("rb", buffering=0)
+    except FileNotFoundError as error:
+        raise JobError(
+            f"{path}: this shard of the cache was there and is gone; run the same command again, "
+            "which captures it anew and goes on from the newest checkpoint"
+        ) from error
 
 
 def pieces(block: Tensor, parts: Sequence[Stretch]) -> list[memoryview]:
