@@ -83,6 +83,15 @@ def test_a_damaged_checkpoint_is_set_aside(checkpoints: Checkpoints, harm: str, 
     assert (checkpoints.folder / ".damaged-step-00000020").is_dir()
 
 
+def test_a_changed_byte_is_damage(checkpoints: Checkpoints, capsys):
+    save_all(checkpoints, 10, 20)
+    (checkpoints.at(20) / "weights").write_text("whale")
+    engine = FakeEngine()
+    assert checkpoints.resume(engine, FRESH).step == 10 and engine.loaded == [checkpoints.at(10)]
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "weights is not as it was written" in said and "before is taken" in said
+
+
 @pytest.mark.parametrize("content", ['{"state": {', "{}", '{"state": {"step": 1}, "files": {}}'])
 def test_a_state_file_that_cannot_be_read_is_damage(checkpoints: Checkpoints, content, capsys):
     save_all(checkpoints, 10, 20)
