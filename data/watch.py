@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -109,7 +110,8 @@ class Watch:
 
     def without(self, error: Exception) -> Exception:
         """What a broken connection, or SIGTERM from torchrun, comes from: ranks that are gone."""
-        silent = self.others.silent(NAMING * 0.6)
+        own = self.others.age(self.ranks.rank)  # where cores are scarce all signs are late
+        silent = self.others.silent(max(NAMING / 2, 3 * own))
         if silent:
             return JobError(
                 f"{numbers(silent)} ended without a word (killed, or out of memory?); {AGAIN}"
@@ -133,7 +135,7 @@ class Watch:
         count, used, moved = 0, time.clock_gettime(clock), time.monotonic()
         while not self.ends.wait(BEAT):
             now, spent = time.monotonic(), time.clock_gettime(clock)
-            if spent - used > IDLE:
+            if spent - used > IDLE or self.main_is_runnable():
                 moved = now
             count, used = count + 1, spent
             place = whereabouts(sys._current_frames().get(self.main.ident or 0))
@@ -144,6 +146,11 @@ class Watch:
                 self.board.compare_set(FAULT, "", json.dumps(asdict(fault)))
             if self.board.check([FAULT]):
                 self.leave(Fault(**json.loads(self.board.get(FAULT))))
+
+    def main_is_runnable(self) -> bool:
+        """It wants a core, on a machine that has too few: no hang."""
+        stat = Path(f"/proc/self/task/{self.main.native_id}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "R"
 
     def leave(self, fault: Fault) -> None:
         """End this process; rank 0 says why, or whoever finds that it does not."""
@@ -156,7 +163,8 @@ class Watch:
                 sys.stderr.flush()
                 note_in_log(fault.sentence)
             if self.ranks.is_main:
-                self.board.set(SAID, "")
+                with suppress(RuntimeError):  # torchrun may be gone, and the board with it
+                    self.board.set(SAID, "")
             os._exit(fault.code)
 
     def was_said(self) -> bool:
@@ -165,8 +173,8 @@ class Watch:
             try:
                 if self.board.check([SAID]):
                     return True
-            except RuntimeError:
-                return False
+            except RuntimeError:  # the board is gone for rank 0, too, which speaks
+                return True
             time.sleep(BEAT)
         return False
 
@@ -179,9 +187,12 @@ class Others:
         self.signs: dict[int, Sign] = {}
         self.heard = dict.fromkeys(range(world_size), time.monotonic())
 
+    def age(self, rank: int) -> float:
+        """Seconds since its last sign of life."""
+        return time.monotonic() - self.heard[rank]
+
     def silent(self, seconds: float) -> list[int]:
-        now = time.monotonic()
-        return [rank for rank, heard in self.heard.items() if now - heard > seconds]
+        return [rank for rank in self.heard if self.age(rank) > seconds]
 
     def judge(self, where: Board) -> Fault | None:
         """Read the board -> what is wrong, if anything is."""
