@@ -42,7 +42,7 @@ def main(fault: str, rank: int, step: int, words: list[str]) -> None:
         now = next(calls)
         if RankInfo.from_env().rank == rank:
             if fault == "slow":
-                time.sleep(0.3)
+                time.sleep(1.0)
             elif now == step:
                 bring_about(fault, cfg.run.cache)
         return usual(*arguments)
