@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -19,6 +19,7 @@ from conf.runtime import RankInfo, note_in_log
 from conf.schema import ConfigError, JobError, RunConfig, Stage
 
 FOLDER = Path(__file__).resolve().parent
+Raised = TypeVar("Raised", bound=BaseException | None)
 USAGE = """usage: {program} [key=value ...] [--cfg job]
 
 Overrides name a knob of conf/schema.py (ttt.depth=5) or choose a group file:
@@ -95,18 +96,7 @@ class sentence_on_error:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error = JobError(
-                f"{error.filename or 'run.root or run.cache'}: the disk became full; make room and "
-                "run the same command again, which goes on from what is finished"
-            )
-        if isinstance(error, OSError) and error.filename is not None:
-            # A rename's second name is the one that the user gave.
-            place = error.filename2 or error.filename
-            error = JobError(
-                f"{place}: {error.strerror}; give a place that can be read and written, or "
-                "mend this one, and run the same command again"
-            )
+        error = in_words(error)
         if isinstance(error, KeyboardInterrupt):
             if self.speaks:
                 sys.stderr.write("interrupted; the same command goes on from what is finished\n")
@@ -116,6 +106,22 @@ class sentence_on_error:
                 sys.stderr.write(f"{error}\n")
                 note_in_log(str(error))
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def in_words(error: Raised) -> Raised | JobError:
+    """A disk that is full, or a file that cannot be had, as a sentence with its way out."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return JobError(
+            f"{error.filename or 'run.root or run.cache'}: the disk became full; make room and "
+            "run the same command again, which goes on from what is finished"
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        # A rename's second name is the one that the user gave.
+        return JobError(
+            f"{error.filename2 or error.filename}: {error.strerror}; give a place that can be "
+            "read and written, or mend this one, and run the same command again"
+        )
+    return error
 
 
 def from_command_line(words: list[str], running: Sequence[Stage] | None = None) -> RunConfig | None:

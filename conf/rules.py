@@ -116,6 +116,7 @@ AT_LEAST_ONE = {  # knob: a value that works
     "eval.repeats": "1",
 }
 ABOVE_ZERO = {
+    "engine.timeout_minutes": "60",
     "optim.lr": "1e-4",
     "optim.eps": "1e-8",
     "optim.clip": "0.5",

@@ -203,6 +203,7 @@ class EngineSection:
     compile: bool = False  # torch.compile around the products; on a CPU it needs a C++ compiler
     recompute: bool = False  # keep an unroll step's states and keys only, compute the rest twice
     threads: int | None = None  # CPU threads a rank; null: cores divided by local ranks
+    timeout_minutes: float = 60.0  # a rank that stands still so long ends the job
     deepspeed: dict[str, Any] = field(default_factory=dict)  # passed through to DeepSpeed as it is
 
 

@@ -27,6 +27,7 @@ FREE = (
     "engine.compile",
     "engine.recompute",
     "engine.threads",
+    "engine.timeout_minutes",
 )
 MADE = ("best", "checkpoints", "stages.json")  # any of these: a stage of the run has succeeded
 

@@ -36,6 +36,7 @@ from data.publish import publish, send, withdraw
 from data.records import Part, PreparedData, SampleStates, TokenizedSample
 from data.shards import HiddenStateShard
 from data.staging import Staging
+from data.watch import Watch
 from data.writer import ShardWriter
 
 
@@ -207,10 +208,11 @@ def main(cfg: RunConfig) -> None:
         )
     ranks = RankInfo.from_env()
     use_threads(cfg.engine.threads)
-    setup(pick_device(cfg.run.device, ranks.local_rank))
-    folder = broadcast_object(prepare(cfg).folder if ranks.is_main else None)
-    assert folder is not None
-    capture(cfg, load_prepared(folder), ranks)
+    with Watch(ranks, cfg.engine.timeout_minutes):
+        setup(pick_device(cfg.run.device, ranks.local_rank))
+        folder = broadcast_object(prepare(cfg).folder if ranks.is_main else None)
+        assert folder is not None
+        capture(cfg, load_prepared(folder), ranks)
     shutdown()
 
 

@@ -2,16 +2,22 @@
 
 import os
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, Device
 
 Payload = TypeVar("Payload")
+Board = Store  # small texts by key, that all ranks write and read
 LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(hours=24)  # rank 0 may evaluate for hours while the others wait for it
 
@@ -55,7 +61,7 @@ def setup(device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    store = alone() if ranks.world_size == 1 else None
+    store = alone() if ranks.world_size == 1 else meeting()
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
@@ -64,6 +70,18 @@ def setup(device: torch.device) -> None:
         timeout=PATIENCE,
         device_id=device if on_gpu else None,
     )
+
+
+@cache
+def meeting() -> Store:
+    """The store through which the ranks that torchrun started find each other."""
+    store, _rank, _size = next(distributed.rendezvous("env://", timeout=PATIENCE))
+    return PrefixStore("ranks", store)
+
+
+def board() -> Board:
+    """A connection of its own to the same store: the group's may be busy waiting on it."""
+    return PrefixStore("board", meeting().clone())
 
 
 def alone() -> TCPStore:

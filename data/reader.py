@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from conf.runtime import note_once
-from conf.schema import ConfigError
+from conf.schema import ConfigError, JobError
 from data.fp8 import FP8
 from data.manifest import Manifest, ShardEntry, fitting_manifest, open_manifest, shard_folder
 from data.records import CachedPack, CachedSample, TokenizedSample, named
@@ -173,7 +173,7 @@ class ShardReader:
 
     def _file(self, shard: int) -> FileIO:
         if self.stage is None:
-            return FileIO(self._shards[shard].path)
+            return opened(self._shards[shard].path)
         return self.stage.open(self.manifest.shards[shard])
 
     def _shard(self, index: int) -> ShardIndex:
@@ -241,6 +241,17 @@ def note_room(stage: Staging, manifest: Manifest) -> None:
             " fit on this machine, and a step reads from many shards: about "
             f"{1 - stage.limit / total:.0%} of them are fetched again each time"
         )
+
+
+def opened(path: Path) -> FileIO:
+    """Raises JobError when the file has gone since the cache was opened."""
+    try:
+        return path.open("rb", buffering=0)
+    except FileNotFoundError as error:
+        raise JobError(
+            f"{path}: this shard of the cache was there and is gone; run the same command again, "
+            "which captures it anew and goes on from the newest checkpoint"
+        ) from error
 
 
 def pieces(block: Tensor, parts: Sequence[Stretch]) -> list[memoryview]:

@@ -20,8 +20,10 @@ from data.records import TTTBatch
 from train.average import Average
 from train.families.choose import Trainee
 from train.optimizer import optimizer_of
+from train.reshard import fill_stage_2, fill_stage_3, part_files, with_moments
 from train.ttt import TrainingTimeTest, TTTOutput
 
+STATE = "optimizer_state_dict"  # in the files of ZeRO's parts
 TAG = "engine"  # name of DeepSpeed's folder inside a checkpoint
 AVERAGE = "average.pt"  # beside it, where optim.average is given
 WAY_OUT = "delete its checkpoint folder, and the run goes on from the one before"
@@ -75,7 +77,7 @@ class Engine:
     """Forward, backward and step on windows of micro-batches, with exact normalisation."""
 
     def __init__(self, cfg: RunConfig, module: Trainee, ranks: RankInfo):
-        self.world_size, self.is_main = ranks.world_size, ranks.is_main
+        self.world_size, self.rank, self.is_main = ranks.world_size, ranks.rank, ranks.is_main
         self.stage = cfg.engine.zero_stage
         if not torch.cuda.is_available():
             skip_cpu_build()
@@ -177,13 +179,38 @@ class Engine:
             for script in folder.glob("*.py"):  # DeepSpeed's converters; best/ is converted
                 script.unlink()
 
-    def load(self, folder: Path) -> None:
-        """Raises ConfigError when ``folder`` holds no whole state, or one that would run code."""
-        path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
-        if path is None:
-            raise ConfigError(f"{folder}: holds no whole engine state; {WAY_OUT}")
+    def load(self, folder: Path, world_size: int) -> None:
+        """Take the state that ``world_size`` ranks wrote, whatever their number is now.
+
+        Raises ConfigError when ``folder`` holds no whole state, or one that would run code.
+        """
+        if self.stage and world_size != self.world_size:
+            self.load_parts_of(folder / TAG, world_size)
+        else:
+            path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
+            if path is None:
+                raise ConfigError(f"{folder}: holds no whole engine state; {WAY_OUT}")
         if self.average is not None:
             self.average.load(read_weights(str(folder / AVERAGE), self.device))
+
+    def load_parts_of(self, folder: Path, world_size: int) -> None:
+        """Join the parts of ``world_size`` ranks and take this rank's own. Costs each rank a look
+        at all files; they are mapped, so memory holds one parameter (stage 3: one part kind)."""
+        files = part_files(folder, world_size)
+        states = [read_weights(str(path), "cpu", mapped=True)[STATE] for path in files]
+        fresh = self.optimizer.state_dict()
+        if self.stage < 3:
+            own = with_moments(fresh, self.optimizer.single_partition_of_fp32_groups, states)
+            fill_stage_2(own, states, self.rank)
+            self.optimizer.load_state_dict([own] * self.world_size, load_from_fp32_weights=True)
+            self.optimizer.update_lp_params()  # the weights that compute are copies of masters
+        else:
+            own = with_moments(fresh, self.optimizer.fp32_partitioned_groups_flat, states)
+            groups = self.optimizer.fp16_groups
+            fill_stage_3(own, states, [p.ds_numel for group in groups for p in group], self.rank)
+            self.optimizer.checkpoint_event_prologue()  # as DeepSpeed does around its own loading
+            self.optimizer.load_state_dict([own] * self.world_size)
+            self.optimizer.checkpoint_event_epilogue()
 
 
 def enum_member(kind: type, name: str) -> ZeroStageEnum:
@@ -197,14 +224,15 @@ def enum_member(kind: type, name: str) -> ZeroStageEnum:
 STATE_CLASSES = [LossScaler, ZeroStageEnum, fragment_address, (enum_member, "builtins.getattr")]
 
 
-def read_weights(path: str, map_location: Any = None) -> Any:
+def read_weights(path: str, map_location: Any = None, mapped: bool = False) -> Any:
     """Tensors and plain values of one of DeepSpeed's files; nothing that it names is run.
 
-    DeepSpeed's own reader unpickles anything. Raises ConfigError when torch cannot take the file.
+    DeepSpeed's own reader unpickles anything. ``mapped``: bytes are read when they are used.
+    Raises ConfigError when torch cannot take the file.
     """
     try:
         with safe_globals(STATE_CLASSES):
-            return torch.load(path, map_location, weights_only=True)
+            return torch.load(path, map_location, weights_only=True, mmap=mapped)
     except (UnpicklingError, RuntimeError, OSError, EOFError) as error:
         asked = re.search(r"GLOBAL (\S+)", str(error))
         wrong = f"asks to run {asked[1]}, which was refused" if asked else "cannot be read"

@@ -40,8 +40,8 @@ class Interval:
         return self.totals.flatten().tolist()
 
     def take_up(self, pending: list[list[float]], rank: int) -> None:
-        """Go on from what ``pending`` gave on each rank; an empty list is a start at zero."""
-        if pending:
+        """Go on from what ``pending`` gave on each rank; one that it lacks starts at zero."""
+        if rank < len(pending):
             totals = torch.tensor(pending[rank], dtype=torch.float64)
             self.totals.copy_(totals.view_as(self.totals))
 

@@ -32,6 +32,7 @@ from data.reader import ShardReader
 from data.records import PreparedData
 from data.sources import DataFile, digest
 from data.staging import Staging
+from data.watch import Watch
 from eval.chosen import choose_prompts
 from eval.main import evaluate, head_to_measure
 from models.draft_file import CONFIG
@@ -52,10 +53,11 @@ def run_stages(cfg: RunConfig) -> None:
     ranks = RankInfo.from_env()
     device = pick_device(cfg.run.device, ranks.local_rank)
     use_threads(cfg.engine.threads)
-    setup(device)
-    folder = run_dir(cfg)
-    lock = claim(folder, cfg) if ranks.is_main else None
-    run_in(folder, cfg, RankInfo.from_env())
+    with Watch(ranks, cfg.engine.timeout_minutes):
+        setup(device)
+        folder = run_dir(cfg)
+        lock = claim(folder, cfg) if ranks.is_main else None
+        run_in(folder, cfg, RankInfo.from_env())
     shutdown()
     if lock is not None:
         lock.close()

@@ -52,6 +52,7 @@ def test_all_that_shapes_the_head_counts(tmp_path: Path, word: str):
     [
         "eval.n_draft=2",
         "engine.threads=1",
+        "engine.timeout_minutes=5",
         "data.workers=2",
         "verifier.attention=eager",
         "log.every=5",

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -69,6 +70,19 @@ class Place:
             out, err = process.communicate()
         assert process.returncode == code, err[-3000:]
         return out, err
+
+    def wait_for(self, process: subprocess.Popen[str], name: str, step: int) -> None:
+        """Until the metrics of a run have a line of ``step``."""
+        metrics = self.run(name) / "metrics.jsonl"
+        while not metrics.is_file() or f'"step": {step},' not in metrics.read_text():
+            assert process.poll() is None, process.communicate()[1][-3000:]
+            time.sleep(0.001)
+
+    @staticmethod
+    def workers(process: subprocess.Popen[str]) -> list[int]:
+        """The ranks that torchrun started."""
+        task = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        return [int(pid) for pid in task.read_text().split()]
 
     @staticmethod
     def digests(*folders: Path) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -27,20 +25,6 @@ def test_the_signal_is_noted_and_the_former_handler_comes_back():
     assert signal.getsignal(signal.SIGTERM) is former
 
 
-def wait_for(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    """Until metrics.jsonl has a line of ``step``."""
-    metrics = run / "metrics.jsonl"
-    while not metrics.is_file() or f'"step": {step},' not in metrics.read_text():
-        assert process.poll() is None, process.communicate()[1][-3000:]
-        time.sleep(0.001)
-
-
-def workers(process: subprocess.Popen[str]) -> list[int]:
-    """The ranks that torchrun started."""
-    task = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(pid) for pid in task.read_text().split()]
-
-
 def stop_in_training(place, words: list[str], at: int, ranks: int = 0, to: str = "job") -> int:
     """Start the job, send SIGTERM once step ``at`` is logged -> the exit code.
 
@@ -49,8 +33,8 @@ def stop_in_training(place, words: list[str], at: int, ranks: int = 0, to: str =
     (name,) = [word.split("=")[1] for word in words if word.startswith("run.name=")]
     run = place.run(name)
     with place.start(words, ranks) as process:
-        wait_for(process, run, at)
-        os.kill(process.pid if to == "job" else workers(process)[-1], signal.SIGTERM)
+        place.wait_for(process, name, at)
+        os.kill(process.pid if to == "job" else place.workers(process)[-1], signal.SIGTERM)
         out, err = process.communicate()
     (said,) = [line for line in out.splitlines() if line.startswith("stopped at step ")]
     newest = sorted((run / "checkpoints").iterdir())[-1]
