@@ -13,13 +13,7 @@ from conf.family_rules import families
 from conf.medusa_rules import medusa
 from conf.model_rules import model
 from conf.recipe_rules import recipe
-from conf.schema import (
-    FULL,
-    AnswerBackend,
-    ConfigError,
-    RunConfig,
-    Stage,
-)
+from conf.schema import FULL, AnswerBackend, ConfigError, RunConfig, Stage
 from conf.stage_rules import (
     enough_packs,
     flash_for_capture_alone,

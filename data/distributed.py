@@ -12,6 +12,7 @@ from torch.distributed import (
     Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
+from torch.distributed.rendezvous import rendezvous
 
 from conf.runtime import RankInfo
 from conf.schema import ConfigError, Device
@@ -75,13 +76,14 @@ def setup(device: torch.device) -> None:
 @cache
 def meeting() -> Store:
     """The store through which the ranks that torchrun started find each other."""
-    store, _rank, _size = next(distributed.rendezvous("env://", timeout=PATIENCE))
+    store, _rank, _size = next(rendezvous("env://", timeout=PATIENCE))
     return PrefixStore("ranks", store)
 
 
 def board() -> Board:
     """A connection of its own to the same store: the group's may be busy waiting on it."""
-    return PrefixStore("board", meeting().clone())
+    store: Any = meeting()  # its type lacks clone
+    return PrefixStore("board", store.clone())
 
 
 def alone() -> TCPStore:

@@ -233,7 +233,7 @@ def tampered(job: Job, folder: Path) -> dict:
                 else:
                     file.write_bytes(pickle.dumps(Evil(marker)))
                 try:
-                    job.engine.load(copy)
+                    job.engine.load(copy, 1)
                 except ConfigError as error:
                     said[f"{kind} {trick}"] = str(error)
             shutil.rmtree(copy)
@@ -250,7 +250,7 @@ def run(spec: Spec, steps: int, ranks: RankInfo, folder: Path) -> dict:
     done += job.train(range(steps // 2, steps))
     checksum = job.checksum()
     again = build(spec, ranks)
-    again.engine.load(folder)
+    again.engine.load(folder, ranks.world_size)
     resumed = again.train(range(steps // 2, steps))
     tampers = ranks.world_size == 1 and spec == Spec(spec.stage, "float32")
     same = job.proposals() == again.proposals() and again.checksum() == checksum
