@@ -11,13 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from engine_run import CPU, Spec, build
+from engine_run import DEVICE, Spec, build
 
 from conf.runtime import RankInfo
 from data.distributed import barrier, setup, shutdown
 
 if __name__ == "__main__":
-    setup(CPU)
+    setup(DEVICE)
     ranks = RankInfo.from_env()
     folder, first, end, former = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     for word in sys.argv[5:]:

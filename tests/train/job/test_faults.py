@@ -19,7 +19,7 @@ AGAIN = "run the same command again"
 @pytest.fixture(scope="module")
 def quiet(place) -> str:
     """A run of one rank that nothing befell; it leaves the cache to the others."""
-    place.finish(place.words("quiet", "stages=[train]", *KEEP))
+    place.finish(place.words("quiet", "stages=[prepare,capture,train]", *KEEP))
     return "quiet"
 
 
