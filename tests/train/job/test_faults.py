@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 RUN = str(Path(__file__).with_name("fault_run.py"))
 AT = 10  # the fault's step: after the first checkpoint
 MINUTES = 0.3  # engine.timeout_minutes where something hangs
-ROUNDING = 1e-5  # of sums in another order, in fp32
+ROUNDING = 1e-4  # sums of other ranks in another order, over 16 steps: 1.5e-5 was seen
 AGAIN = "run the same command again"
 
 
@@ -97,8 +97,10 @@ def test_a_slow_rank_is_waited_for(place, quiet: str):
 
 
 def test_preempted_and_requeued_on_other_ranks_it_is_the_same_curve(place, quiet: str):
-    """2 ranks, then 1, then 4: the packs of a step are the same ones."""
-    words = words_of(place, "moved")
+    """2 ranks, then 1, then 4: the packs of a step are the same ones, one a rank at the end."""
+    wider = ("optim.packs_per_step=4", "optim.flops=2e12")
+    assert quiet and place.finish(words_of(place, "alone", *wider))
+    words = words_of(place, "moved", *wider)
     for ranks, at in ((2, 3), (0, 12)):
         with place.start(words, ranks=ranks) as process:
             place.wait_for(process, "moved", at)
@@ -108,7 +110,7 @@ def test_preempted_and_requeued_on_other_ranks_it_is_the_same_curve(place, quiet
         assert "stopped at step" in out, err[-3000:]
     out, _ = place.finish(words, ranks=4)
     assert "written by 1 ranks; this run has 4" in out
-    assert_same_curve(place, "moved", quiet)
+    assert_same_curve(place, "moved", "alone")
 
 
 def test_a_corrupted_checkpoint_is_set_aside_and_the_one_before_taken(place, quiet: str):
