@@ -5,9 +5,9 @@ Files say anything; without these rules some of it ends far away, in an allocati
 
 from collections.abc import Iterator
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
-from conf.schema import MOST_LAYERS
+from conf.schema import MOST_LAYERS, ConfigError
 from models.rope import STATIC_TYPES
 
 if TYPE_CHECKING:
@@ -31,6 +31,19 @@ ROPE_NEEDS = {  # by type, what its table cannot do without
     "yarn": ("factor", ORIGINAL),
     "longrope": ("short_factor", "long_factor", ORIGINAL),
 }
+
+
+def refuse_unfit(draft: "DraftConfig | Eagle1Config") -> None:
+    """Raise ConfigError for values of a draft.json that are of another kind, or impossible."""
+    for field, kind in get_type_hints(type(draft)).items():
+        value, kinds = getattr(draft, field), get_origin(kind) or kind
+        if not isinstance(value, (int, float) if kinds is float else kinds):
+            raise ConfigError(
+                f"draft.json: {field}={value!r}: must be of kind {kinds.__name__}; give the "
+                "file as training wrote it"
+            )
+    for fault in faults(draft):
+        raise ConfigError(f"draft.json: {fault}; give the file as training wrote it")
 
 
 def faults(draft: "DraftConfig | Eagle1Config") -> Iterator[str]:

@@ -12,14 +12,14 @@ EAGLE-2 (2406.16858) is the same head with a tree that follows its confidence.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import ConfigError, DraftSection
-from models.draft_limits import faults
+from models.draft_limits import refuse_unfit
 from models.eagle3 import INIT_STD, DraftOutput
 from models.facts import VerifierFacts
 from models.layers import GatedMLP, StreamNorm
@@ -89,15 +89,7 @@ class Eagle1Config:
             config = cls(**values)
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"draft.json: not a draft of this version ({error})") from error
-        for field, kind in get_type_hints(cls).items():
-            value, kinds = getattr(config, field), get_origin(kind) or kind
-            if not isinstance(value, (int, float) if kinds is float else kinds):
-                raise ConfigError(
-                    f"draft.json: {field}={value!r}: must be of kind {kinds.__name__}; give the "
-                    "file as training wrote it"
-                )
-        for fault in faults(config):
-            raise ConfigError(f"draft.json: {fault}; give the file as training wrote it")
+        refuse_unfit(config)
         return config
 
 

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conf.schema import ConfigError, DraftSection, HeadInit
-from models.draft_limits import faults
+from models.draft_limits import refuse_unfit
 from models.layers import DraftAttention, DraftLayer, GatedMLP, StreamNorm
 from models.memory import Memory
 from models.rope import Rope, settled
@@ -75,15 +75,7 @@ class DraftConfig:
             config = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"draft.json: not a draft of this version ({error})") from error
-        for field, kind in get_type_hints(cls).items():
-            value, kinds = getattr(config, field), get_origin(kind) or kind
-            if not isinstance(value, (int, float) if kinds is float else kinds):
-                raise ConfigError(
-                    f"draft.json: {field}={value!r}: must be of kind {kinds.__name__}; give the "
-                    "file as training wrote it"
-                )
-        for fault in faults(config):
-            raise ConfigError(f"draft.json: {fault}; give the file as training wrote it")
+        refuse_unfit(config)
         return config
 
 

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 RUN = str(Path(__file__).with_name("fault_run.py"))
 AT = 10  # the fault's step: after the first checkpoint
 MINUTES = 0.3  # engine.timeout_minutes where something hangs
-ROUNDING = 1e-4  # sums of other ranks in another order, over 16 steps: 1.5e-5 was seen
+ROUNDING = 1e-5  # of sums in another order, in fp32
+MOVED = 1e-4  # the same after 4 ranks have taken the place of 1: 1.5e-5 was seen at step 16
 AGAIN = "run the same command again"
 
 
@@ -51,11 +52,11 @@ def assert_goes_on(place, name: str, quiet: str, ranks: int = 2) -> str:
     return out
 
 
-def assert_same_curve(place, name: str, quiet: str) -> None:
+def assert_same_curve(place, name: str, quiet: str, rel: float = ROUNDING) -> None:
     ours, theirs = (numbers_of(place, run) for run in (name, quiet))
     assert len(theirs) >= place.STEPS // 3
     for one, other in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(other, rel=ROUNDING), name
+        assert one == pytest.approx(other, rel=rel), name
 
 
 def numbers_of(place, name: str) -> list[list[float]]:
@@ -110,7 +111,7 @@ def test_preempted_and_requeued_on_other_ranks_it_is_the_same_curve(place, quiet
         assert "stopped at step" in out, err[-3000:]
     out, _ = place.finish(words, ranks=4)
     assert "written by 1 ranks; this run has 4" in out
-    assert_same_curve(place, "moved", "alone")
+    assert_same_curve(place, "moved", "alone", MOVED)
 
 
 def test_a_corrupted_checkpoint_is_set_aside_and_the_one_before_taken(place, quiet: str):
