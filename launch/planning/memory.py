@@ -106,17 +106,19 @@ def kept_bytes(asked: Question, recompute: bool) -> float:
     All T rows: the fused state (f*D), its norm, the token's embedding, before and after its norm
     (3*w*D), and keys with values (w*KV); with a norm before fc, its output (w*A*D). Fed tokens:
     their share of query, key and value (w*(Q + KV)), and embedding and norm (2*w*D). A chain row at
-    a step: the stream before each of two norms (2*f*D), both norms and what the head reads
-    (3*w*D), query, attention's output and own keys (w*(2*Q + KV)), gate and up (2*w*I). With
-    recompute: the stream (f*D), what the head reads and own keys (w*(D + KV)), and one step's
-    inside.
+    a step: the stream before each of three norms (3*f*D) and their outputs (3*w*D), query,
+    attention's output and own keys (w*(2*Q + KV)), gate and up (2*w*I). On a CPU, where a norm is
+    several operations, the stream scaled but not weighted too (3*f*D). With recompute: the stream
+    (f*D), what the head reads and own keys (w*(D + KV)), and one step's inside.
     """
     sizes, counts = asked.draft.sizes, asked.sample.counts
     w, wide = asked.weight_bytes, sizes.hidden
     each = 3 * w * wide + w * sizes.keys + STREAM * wide
     each += w * sizes.aux * wide * sizes.states_normed
     fed = w * (sizes.queries + sizes.keys + 2 * wide)
-    inside = w * (3 * wide + 2 * sizes.queries + sizes.keys + 2 * sizes.mlp) + 2 * STREAM * wide
+    streams = 6 if asked.device == "cpu" else 3
+    inside = w * (3 * wide + 2 * sizes.queries + sizes.keys + 2 * sizes.mlp)
+    inside += streams * STREAM * wide
     chains = sum(counts.rows) * inside
     if recompute:
         least = STREAM * wide + w * (wide + sizes.keys)
@@ -128,13 +130,14 @@ def kept_bytes(asked: Question, recompute: bool) -> float:
 def loss_bytes(asked: Question) -> float:
     """States of all guesses (w*D each) and blocks of CHUNK_LOGITS logits: they and their softmax in
     fp32, the gradient in w bytes, the teacher's logits and softmax a target, of which a block has
-    a K-th; beside them the head's gradient in fp32."""
+    a K-th, and the teacher once a guess (f) where a sample ends; beside them the head's gradient in
+    fp32."""
     sizes, counts = asked.draft.sizes, asked.sample.counts
     guesses = asked.pack_samples * sum(counts.guesses)
     block = min(CHUNK_LOGITS[asked.device], guesses * sizes.scored)
     targets = block * counts.targets / max(1, sum(counts.guesses))
     w = asked.weight_bytes
-    logits = block * (2 * STREAM + w * (w < STREAM)) + 2 * STREAM * targets
+    logits = block * (3 * STREAM + w * (w < STREAM)) + 2 * STREAM * targets
     head = STREAM * sizes.scored * sizes.hidden * sizes.head_trained
     return guesses * w * sizes.hidden + logits + head
 

@@ -26,7 +26,7 @@ sys.path[0] = str(ROOT)
 sys.path.append(str(HERE))
 
 from acceptance_data import PROMPTS, make  # noqa: E402  after the path is set
-from acceptance_recipes import ABLATIONS, Recipe  # noqa: E402
+from acceptance_recipes import BASE, RECIPES, Recipe  # noqa: E402
 from acceptance_report import found, tables  # noqa: E402
 from acceptance_states import make_feed  # noqa: E402
 
@@ -130,7 +130,7 @@ def train_peer(work: Path, envs: Path, peer: Peer, seed: int, budget: Budget) ->
 def wanted(task: str, names: list[str]) -> list[Recipe | Peer]:
     """Those of ``names``, or all. Raises ConfigError for a name that is none."""
     known: dict[str, Recipe | Peer] = {
-        one.name: one for one in (PEERS if task == "peers" else ABLATIONS)
+        one.name: one for one in (PEERS if task == "peers" else RECIPES)
     }
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--kind", default="greedy", choices=PROMPTS, help="cache to make")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--peer-envs", type=Path, help="made by tests/bench/peer_envs.sh")
-    parser.add_argument("--base", default="base", help="recipe that the report compares with")
+    parser.add_argument("--base", default=BASE, help="recipe that the report compares with")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--cpu-seconds", type=float)
     args = parser.parse_intermixed_args()
@@ -157,7 +157,7 @@ def main() -> int:
     if args.task == "report":
         groups = found(args.work, budget.name)
         base = next((group for group in groups if group.name == args.base), groups[0])
-        titles = {recipe.name: recipe.group for recipe in ABLATIONS}
+        titles = {recipe.name: recipe.group for recipe in RECIPES}
         print("\n\n".join(tables(groups, base, titles)))
         return 0
     if args.task == "peers" and not (args.work / "feed.safetensors").exists():

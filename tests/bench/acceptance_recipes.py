@@ -1,4 +1,4 @@
-"""The recipes that the acceptance bench compares: each is the base with one thing changed."""
+"""The recipes that the acceptance bench compares: each is the base with one switch."""
 
 from dataclasses import dataclass, field
 
@@ -22,46 +22,57 @@ class Recipe:
         return [*words, *self.overrides]
 
 
-def changed(group: str, *variants: str) -> list[Recipe]:
-    """One recipe a variant: overrides separated by blanks, its name as well."""
-    return [Recipe(words.replace(" ", "_"), group, words.split()) for words in variants]
+FIRST = "first"  # the demo's recipe before this bench
+BASE = "base"  # it with the depth that won at once: two unroll steps
+WORDS = ["ttt.depth=2"]  # of all but FIRST
 
 
-SHORT = "ttt.depth=2 optim.micro_batch_tokens=512"
-BASE = Recipe("base", "base")
-ABLATIONS = [
-    BASE,
-    *changed("learning rate", "optim.lr=2e-3", "optim.lr=4e-3", "optim.lr=5e-4"),
-    *changed("unroll depth", *(f"ttt.depth={k}" for k in (3, 1, 7, 10, 2))),
-    *changed(
+def variants(group: str, *variants: str) -> list[Recipe]:
+    """One recipe a variant: the base with overrides, separated by blanks; they are its name."""
+    return [Recipe(words.replace(" ", "_"), group, [*WORDS, *words.split()]) for words in variants]
+
+
+def other_layers(*layers: int) -> Recipe:
+    joined = ",".join(map(str, layers))
+    return Recipe(f"verifier.aux_layers={joined}", "verifier layers", WORDS, joined)
+
+
+WIDER = "optim.micro_batch_tokens=1024 optim.lr=2e-3"
+RECIPES = [
+    Recipe(FIRST, "base"),
+    Recipe(BASE, "base", WORDS),
+    *variants("unroll depth", *(f"ttt.depth={k}" for k in (1, 3, 4, 5, 7, 10))),
+    *variants("learning rate", "optim.lr=5e-4", "optim.lr=1.5e-3", "optim.lr=2e-3"),
+    *variants("end of the schedule", "optim.min_lr_share=0", "optim.average=0.99"),
+    *variants(
         "optimizer",
-        "ttt.depth=2 optim.micro_batch_tokens=1024 optim.kind=muon engine.zero_stage=0",
-        "ttt.depth=2 optim.micro_batch_tokens=1024 optim.lr=2e-3",
-        "ttt.depth=2 optim.min_lr_share=0",
+        "optim.kind=muon engine.zero_stage=0 optim.micro_batch_tokens=1024",
+        "optim.betas=[0.9,0.99]",
+        "optim.clip=100",
     ),
-    *changed(
+    *variants(
         "size of an update",
         "optim.micro_batch_tokens=128",
         "optim.micro_batch_tokens=512",
-        "optim.micro_batch_tokens=1024 optim.lr=2e-3",
+        WIDER,
     ),
-    *changed(
+    *variants(
         "weight of a step",
         "ttt.decay=1.0",
-        "ttt.decay=0.6",
+        "ttt.decay=0.5",
         "ttt.weights=reached",
         "ttt.weights=missed",
     ),
-    *changed(
+    *variants(
         "draft vocabulary",
         "draft.vocab_size=2048",
         "draft.vocab_size=1024",
         "draft.vocab_size=8192",
     ),
-    *changed("loss", "loss=ce", "loss=tv", "loss=lk", "loss=mix"),
-    *changed("start of the head", "draft.head_init=random", "draft.head_init=frozen"),
-    *changed("start of the layer", "draft.layer_init=verifier"),
-    *changed(
+    *variants("loss", "loss=ce", "loss=tv", "loss=lk", "loss=mix"),
+    *variants("start of the head", "draft.head_init=random", "draft.head_init=frozen"),
+    *variants("start of the layer", "draft.layer_init=verifier"),
+    *variants(
         "norms",
         "draft.fc_norm=false",
         "draft.norm_output=true",
@@ -69,28 +80,17 @@ ABLATIONS = [
         "draft.norm_before_residual=true",
         "draft.fc_norm=false draft.norm_before_fc=true",
     ),
-    *changed("width of the MLP", "draft.intermediate_size=768", "draft.intermediate_size=3072"),
-    *changed("what is supervised", "ttt.supervise=any"),
-    *changed("tokens fed to later steps", "ttt.feed=own"),
-    *changed("normalisation", "loss.normalise=sequence"),
-    Recipe("aux_15_21_27", "verifier layers", layers="15,21,27"),
-    Recipe("aux_2_15_30", "verifier layers", layers="2,15,30"),
-    Recipe("aux_2_9_15_21_27", "verifier layers", layers="2,9,15,21,27"),
-    *changed("draft layers", "draft.layers=2"),
-    Recipe("sampled", "training answers", kind="sampled"),
-    Recipe("foreign", "training answers", kind="foreign"),
-    *changed(
-        "combinations",
-        SHORT,
-        f"{SHORT} optim.lr=2e-3",
-        f"{SHORT} draft.vocab_size=2048",
-        f"{SHORT} loss=lk",
-        f"{SHORT} loss=ce",
-        f"{SHORT} draft.layer_init=verifier",
-        f"{SHORT} draft.intermediate_size=768",
-        f"{SHORT} draft.norm_output=true",
-        f"{SHORT} optim.clip=100",
-    ),
-    Recipe("greedy_600", "training answers", samples=600),
-    Recipe("greedy_100", "training answers", samples=100),
+    *variants("width of the MLP", "draft.intermediate_size=768", "draft.intermediate_size=3072"),
+    *variants("draft layers", "draft.layers=2"),
+    *variants("what is supervised", "ttt.supervise=any"),
+    *variants("tokens fed to later steps", "ttt.feed=own"),
+    *variants("normalisation", "loss.normalise=sequence"),
+    other_layers(15, 21, 27),
+    other_layers(2, 15, 30),
+    other_layers(15, 27, 30),
+    other_layers(2, 9, 15, 21, 27),
+    Recipe("sampled", "training answers", WORDS, kind="sampled"),
+    Recipe("foreign", "training answers", WORDS, kind="foreign"),
+    Recipe("greedy_600", "training answers", WORDS, samples=600),
+    Recipe("greedy_100", "training answers", WORDS, samples=100),
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from acceptance_data import HELD, overrides_of
+from acceptance_data import overrides_of
 from acceptance_feed import Ends, Facts, FeedSample, write_feed
 from torch import nn
 
@@ -85,8 +85,8 @@ def feed_samples(
 
 
 def make_feed(work: Path, path: Path) -> None:
-    """Write the training samples of the cache that recipes are compared on."""
-    inputs = find_inputs(work, HELD, [2, 15, 27, 30], None, [])
+    """Write the training samples of the whole cache."""
+    inputs = find_inputs(work, "whole", [2, 15, 27, 30], None, [])
     cfg, source = inputs.cfg, inputs.source
     verifier = Verifier.load(cfg.verifier, cache_dir(cfg), CPU, torch.bfloat16)
     facts = verifier.facts

@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).resolve().parent))  # the benchmark's modules
 from acceptance import PEERS, Budget, wanted
 from acceptance_data import AUX_LAYERS, VALID_SHARE, named, overrides_of
 from acceptance_eyrie import Budget as Used
-from acceptance_recipes import ABLATIONS
+from acceptance_recipes import RECIPES
 from acceptance_report import Group, Head, gain, spread
 
 from conf.compose import load_config
@@ -22,7 +22,7 @@ def each_of_a_group() -> list:
     """The first recipe of a group, and the others for --all: to compose one takes half a second."""
     seen: set[str] = set()
     found = []
-    for one in ABLATIONS:
+    for one in RECIPES:
         marks = [pytest.mark.slow] if one.group in seen else []
         found.append(pytest.param(one, id=one.name, marks=marks))
         seen.add(one.group)
@@ -41,7 +41,7 @@ def test_every_recipe_is_one_that_the_job_takes(recipe, tmp_path: Path):
 
 
 def test_names_are_unique_and_an_unknown_one_is_named():
-    for task, known in (("train", ABLATIONS), ("peers", PEERS)):
+    for task, known in (("train", RECIPES), ("peers", PEERS)):
         assert len({one.name for one in known}) == len(known)
         assert wanted(task, []) == known and wanted(task, [known[1].name]) == [known[1]]
     with pytest.raises(ConfigError, match="nothing: no such recipe; there are base, "):
