@@ -3,6 +3,18 @@
 from collections.abc import Iterator
 
 from conf.schema import MOST_LAYERS, DraftFamily, HeadInit, LayerInit, RunConfig
+from conf.unheeded import spelled
+
+TAKEN = [  # by knob: the values that leave draft.fit_rows its place, and what the others do
+    ("family", [DraftFamily.eagle3], "there is no linear start"),
+    (
+        "head_init",
+        [HeadInit.verifier, HeadInit.frozen],
+        "a fit is for the verifier's head, not one",
+    ),
+    ("layer_init", [LayerInit.random], "two starts want the same attention"),
+    ("init", [None], "the weights are given"),
+]
 
 
 def draft(cfg: RunConfig) -> Iterator[str]:
@@ -36,3 +48,21 @@ def decoder_layers(cfg: RunConfig) -> Iterator[str]:
             "draft.layer_init=verifier: draft.init brings the weights of the layers; take "
             "draft.layer_init=random, or draft.init=null"
         )
+
+
+def linear_start(cfg: RunConfig) -> Iterator[str]:
+    """draft.fit_rows: what it fits must be there, and nothing else may claim its place."""
+    rows = cfg.draft.fit_rows
+    if rows is None:
+        return
+    knob = f"draft.fit_rows={rows}"
+    if rows < 1:
+        yield f"{knob}: must be at least 1; try draft.fit_rows=16384, or null for a random start"
+    for name, plain, why in TAKEN:
+        value = getattr(cfg.draft, name)
+        if value not in plain:
+            wanted = spelled(plain[0])
+            yield (
+                f"{knob}: {why} with draft.{name}={spelled(value)}; set draft.{name}={wanted}, or "
+                "draft.fit_rows=null"
+            )

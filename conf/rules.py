@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
-from conf.draft_rules import decoder_layers, draft
+from conf.draft_rules import decoder_layers, draft, linear_start
 from conf.eagle1_rules import eagle1
 from conf.eval_rules import TEMPERATURES, evaluation, evaluation_inputs, is_temperature
 from conf.family_rules import families
@@ -49,6 +49,7 @@ def validate(cfg: RunConfig, running: Sequence[Stage]) -> RunConfig:
         data_and_vocabulary,
         draft,
         decoder_layers,
+        linear_start,
         combinations,
         recipe,
         families,

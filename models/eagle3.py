@@ -152,12 +152,16 @@ class Eagle3Draft(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """[..., A*D] verifier states -> [..., D], once before the first step."""
+        return self.fc(self.parts(aux))
+
+    def parts(self, aux: Tensor) -> Tensor:
+        """[..., A*D] verifier states -> [..., A*D], as they enter ``fc``."""
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
         if self.config.fc_norm:
             parts = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(aux)
+        return aux
 
     @property
     def stack(self) -> list[DraftLayer]:

@@ -36,6 +36,7 @@ from data.records import PreparedData, TTTBatch
 from eval.acceptance import AcceptanceReport
 from eval.replay import Place
 from models.draft_file import CONFIG, save_draft
+from models.eagle3 import Eagle3Draft
 from models.heads import digest_of_head
 from models.marks import part
 from models.start import new_draft, vocabulary_to_train
@@ -43,6 +44,7 @@ from models.verifier import VerifierEnds, load_ends, load_facts, scaled_logits
 from train.breakdown import Breakdown
 from train.budget import budget_of
 from train.checkpoint import Checkpoints, TrainState
+from train.closed_form import fit_start
 from train.engine import Engine
 from train.families.choose import Trainee, trainee_for
 from train.held_out import measure, measure_by_replay
@@ -192,7 +194,11 @@ def build(
     size, total = len(vocab.target_ids), facts.vocab_size
     say(f"draft vocabulary: {size:,} of {total:,} tokens, {share:.1%} of the training labels")
     dtype = torch.bfloat16 if cfg.engine.precision is Precision.bfloat16 else torch.float32
-    return trainee_for(cfg, draft, ends, device, dtype)
+    module = trainee_for(cfg, draft, ends, device, dtype)
+    if cfg.draft.fit_rows is not None:
+        assert isinstance(draft, Eagle3Draft), "conf/draft_rules.py refuses others"
+        fit_start(cfg, draft, source)
+    return module
 
 
 def check_teacher(ends: VerifierEnds, source: ShardReader | OnlineStates) -> None:

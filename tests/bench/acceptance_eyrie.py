@@ -5,8 +5,8 @@
 
 The product's loader, module and DeepSpeed engine; only the end of training is the budget's: warm-up
 and cosine follow the share of it that is used. CPU time is that of the process, all threads, from
-the first step on: not the imports, the building of the head, and the held-out measure. The head is
-written as training writes it; the last line printed is JSON.
+the building of the head on, because draft.fit_rows fits one there: not the imports, and not the
+held-out measure. The head is written as training writes it; the last line printed is JSON.
 """
 
 import argparse
@@ -59,11 +59,11 @@ def train(inputs: Inputs, budget: Budget, out: Path) -> dict[str, object]:
     """Train until the budget is used, write the head, and say what it took."""
     cfg, source = inputs.cfg, inputs.source
     ranks = RankInfo.from_env()
+    begin, wall = time.process_time(), time.perf_counter()
     engine = Engine(cfg, build(cfg, inputs.prepared, source, CPU), ranks)
     loader = TrainLoader(source, cfg.optim, cfg.ttt, cfg.run.seed, ranks)
     schedule = Schedule(cfg.optim, TICKS)
     done, loss = Progress(), 0.0
-    begin, wall = time.process_time(), time.perf_counter()
     for window in loader.windows():
         share = budget.used(done.steps, time.process_time() - begin)
         if share >= 1:

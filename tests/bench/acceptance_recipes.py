@@ -23,8 +23,8 @@ class Recipe:
 
 
 FIRST = "first"  # the demo's recipe before this bench
-BASE = "base"  # it with the depth that won at once: two unroll steps
-WORDS = ["ttt.depth=2"]  # of all but FIRST
+BASE = "base"  # what has won: the demo's recipe now
+WORDS = ["ttt.depth=2", "draft.fit_rows=16384"]  # what it changes; in all recipes but FIRST
 
 
 def variants(group: str, *variants: str) -> list[Recipe]:
@@ -70,8 +70,14 @@ RECIPES = [
         "draft.vocab_size=8192",
     ),
     *variants("loss", "loss=ce", "loss=tv", "loss=lk", "loss=mix"),
-    *variants("start of the head", "draft.head_init=random", "draft.head_init=frozen"),
-    *variants("start of the layer", "draft.layer_init=verifier"),
+    *variants(
+        "start",
+        "draft.fit_rows=null",
+        "draft.fit_rows=4096",
+        "draft.fit_rows=null draft.layer_init=verifier",
+        "draft.fit_rows=null draft.head_init=random",
+        "draft.head_init=frozen",
+    ),
     *variants(
         "norms",
         "draft.fc_norm=false",
@@ -79,6 +85,12 @@ RECIPES = [
         "draft.qk_norm=true",
         "draft.norm_before_residual=true",
         "draft.fc_norm=false draft.norm_before_fc=true",
+    ),
+    *variants(
+        "combinations",
+        "draft.norm_output=true draft.norm_before_residual=true",
+        "draft.norm_output=true draft.norm_before_residual=true draft.head_init=frozen",
+        "draft.norm_output=true draft.head_init=frozen",
     ),
     *variants("width of the MLP", "draft.intermediate_size=768", "draft.intermediate_size=3072"),
     *variants("draft layers", "draft.layers=2"),

@@ -33,3 +33,21 @@ def test_two_starts_of_the_layers_exclude_each_other(tmp_path: Path):
     (tmp_path / "draft.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"layer_init=verifier: draft\.init brings the weights"):
         load("draft.layer_init=verifier", f"draft.init={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["draft=medusa"], r"=4096: .* linear start with draft\.family=medusa; set draft\.family="),
+        (
+            ["draft.head_init=random"],
+            r"=4096: .* with draft\.head_init=random; set draft\.head_init=",
+        ),
+        (["draft.layer_init=verifier"], r"=4096: .* with draft\.layer_init=verifier; set draft\."),
+        (["draft.fit_rows=0"], r"=0: must be at least 1; try draft\.fit_rows=16384, or null"),
+    ],
+)
+def test_a_linear_start_needs_its_place(words: list[str], message: str):
+    assert load("draft.fit_rows=4096").draft.fit_rows == 4096
+    with pytest.raises(ConfigError, match=rf"draft\.fit_rows{message}"):
+        load("draft.fit_rows=4096", *words)
