@@ -13,7 +13,6 @@ TAKEN = [  # by knob: the values that leave draft.fit_rows its place, and what t
         "a fit is for the verifier's head, not one",
     ),
     ("layer_init", [LayerInit.random], "two starts want the same attention"),
-    ("init", [None], "the weights are given"),
 ]
 
 

@@ -76,7 +76,8 @@ class DraftSection:
     init: str | None = None
     layers: int = 1  # decoder layers; of medusa: residual blocks a head
     layer_init: LayerInit = LayerInit.random  # what the decoder layers start from
-    fit_rows: int | None = None  # first guesses on which a linear start is fitted; null: none is
+    # First guesses on which a linear start is fitted, where draft.init brings none; null: no fit
+    fit_rows: int | None = None
     width: int | None = None  # of model without init; null: a quarter of the verifier's
     intermediate_size: int | None = None  # MLP width; null: as models/layer_shape.py says
     max_positions: int | None = None  # position limit; null: the verifier's

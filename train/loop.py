@@ -197,7 +197,10 @@ def build(
     module = trainee_for(cfg, draft, ends, device, dtype)
     if cfg.draft.fit_rows is not None:
         assert isinstance(draft, Eagle3Draft), "conf/draft_rules.py refuses others"
-        fit_start(cfg, draft, source)
+        if cfg.draft.init is None:
+            fit_start(cfg, draft, source)
+        else:
+            say("draft.fit_rows: nothing is fitted, draft.init brings the weights")
     return module
 
 

@@ -41,6 +41,8 @@ WIDER = "optim.micro_batch_tokens=1024 optim.lr=2e-3"
 RECIPES = [
     Recipe(FIRST, "base"),
     Recipe(BASE, "base", WORDS),
+    Recipe(f"{FIRST}_whole", "whole cache, as the peers have it", kind="whole"),
+    Recipe(f"{BASE}_whole", "whole cache, as the peers have it", WORDS, kind="whole"),
     *variants("unroll depth", *(f"ttt.depth={k}" for k in (1, 3, 4, 5, 7, 10))),
     *variants("learning rate", "optim.lr=5e-4", "optim.lr=1.5e-3", "optim.lr=2e-3"),
     *variants("end of the schedule", "optim.min_lr_share=0", "optim.average=0.99"),
