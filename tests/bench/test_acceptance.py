@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).resolve().parent))  # the benchmark's modules
 from acceptance import PEERS, Budget, wanted
 from acceptance_data import AUX_LAYERS, VALID_SHARE, named, overrides_of
 from acceptance_eyrie import Budget as Used
-from acceptance_recipes import RECIPES
+from acceptance_recipes import BASE, RECIPES, WORDS
 from acceptance_report import Group, Head, gain, spread
 
 from conf.compose import load_config
@@ -35,16 +35,16 @@ def test_every_recipe_is_one_that_the_job_takes(recipe, tmp_path: Path):
     layers = f"verifier.aux_layers=[{recipe.layers}]"
     cfg = load_config([*own, layers, "stages=[capture]", *recipe.overrides])
     assert set(cfg.verifier.aux_layers or []) <= set(AUX_LAYERS)
-    base = load_config([*own, "verifier.aux_layers=[2,15,27]", "stages=[capture]"])
+    base = load_config([*own, "verifier.aux_layers=[2,15,27]", "stages=[capture]", *WORDS])
     apart = recipe.kind != "greedy" or recipe.samples is not None
-    assert recipe.name == "base" or apart or cfg != base  # a switch without effect is none
+    assert recipe.name == BASE or apart or cfg != base  # a switch without effect is none
 
 
 def test_names_are_unique_and_an_unknown_one_is_named():
     for task, known in (("train", RECIPES), ("peers", PEERS)):
         assert len({one.name for one in known}) == len(known)
         assert wanted(task, []) == known and wanted(task, [known[1].name]) == [known[1]]
-    with pytest.raises(ConfigError, match="nothing: no such recipe; there are base, "):
+    with pytest.raises(ConfigError, match="nothing: no such recipe; there are first, "):
         wanted("train", ["nothing"])
 
 
