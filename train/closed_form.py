@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from conf.runtime import RankInfo, progress, say
-from conf.schema import RunConfig
+from conf.schema import JobError, RunConfig
 from data.loader import TrainLoader, on_device
 from data.online import OnlineStates
 from data.reader import ShardReader
 from data.records import TTTBatch
+from models.drafts import Draft
 from models.eagle3 import Eagle3Draft
 
 RIDGE = 0.01  # of each feature's mean square: 0.003 was no better
@@ -44,12 +45,18 @@ class LinearMap:
 
 
 @torch.no_grad()
-def fit_start(cfg: RunConfig, draft: Eagle3Draft, source: ShardReader | OnlineStates) -> None:
+def fit_start(cfg: RunConfig, draft: Draft, source: ShardReader | OnlineStates) -> None:
     """Start ``draft``, on its device and in float32, from the map of cfg.draft.fit_rows rows.
 
-    The rows are those of the first packs of one epoch, the same on every rank.
+    The rows are those of the first packs of one epoch, the same on every rank. Without that knob,
+    or with the weights of draft.init, there is nothing to do.
     """
-    assert cfg.draft.fit_rows is not None
+    if cfg.draft.fit_rows is None:
+        return
+    if cfg.draft.init is not None:
+        say("draft.fit_rows: nothing is fitted, draft.init brings the weights")
+        return
+    assert isinstance(draft, Eagle3Draft), "conf/draft_rules.py refuses others"
     found = regress(draft, first_guesses(cfg, draft, source))
     say(
         f"draft.fit_rows: {found.rows:,} first guesses, of whose states a linear map explains "
@@ -87,7 +94,10 @@ def linear_guess(draft: Eagle3Draft, batch: TTTBatch) -> tuple[Tensor, Tensor]:
 
 
 def regress(draft: Eagle3Draft, pairs: Iterator[tuple[Tensor, Tensor]]) -> LinearMap:
-    """Least squares with a ridge in proportion to each feature; sums and solution in float64."""
+    """Least squares with a ridge in proportion to each feature; sums and solution in float64.
+
+    Raises JobError for states that are not finite.
+    """
     read, width = draft.fc.weight.shape[1], draft.config.hidden_size
     wide = draft.fc.weight.new_zeros((), dtype=torch.float64)
     inner = wide.new_zeros(read + width, read + width)
@@ -97,6 +107,11 @@ def regress(draft: Eagle3Draft, pairs: Iterator[tuple[Tensor, Tensor]]) -> Linea
         outer += features.T @ targets
         square += targets.double().square().sum()
         rows += len(features)
+    if not bool(inner.isfinite().all() and outer.isfinite().all()):
+        raise JobError(
+            f"draft.fit_rows: states among the first {rows:,} guesses are not finite; capture them "
+            "anew, perhaps with verifier.dtype=float32, in another run.cache"
+        )
     ridge = RIDGE * inner.diagonal() + torch.finfo(torch.float32).tiny
     found = torch.cholesky_solve(outer, torch.linalg.cholesky(inner + ridge.diag()))
     predicted = (found * (inner @ found)).sum()  # squares of the predictions

@@ -36,7 +36,6 @@ from data.records import PreparedData, TTTBatch
 from eval.acceptance import AcceptanceReport
 from eval.replay import Place
 from models.draft_file import CONFIG, save_draft
-from models.eagle3 import Eagle3Draft
 from models.heads import digest_of_head
 from models.marks import part
 from models.start import new_draft, vocabulary_to_train
@@ -195,12 +194,7 @@ def build(
     say(f"draft vocabulary: {size:,} of {total:,} tokens, {share:.1%} of the training labels")
     dtype = torch.bfloat16 if cfg.engine.precision is Precision.bfloat16 else torch.float32
     module = trainee_for(cfg, draft, ends, device, dtype)
-    if cfg.draft.fit_rows is not None:
-        assert isinstance(draft, Eagle3Draft), "conf/draft_rules.py refuses others"
-        if cfg.draft.init is None:
-            fit_start(cfg, draft, source)
-        else:
-            say("draft.fit_rows: nothing is fitted, draft.init brings the weights")
+    fit_start(cfg, draft, source)
     return module
 
 

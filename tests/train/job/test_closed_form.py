@@ -11,6 +11,7 @@ from conf.schema import (
     CaptureSection,
     Device,
     DraftSection,
+    JobError,
     Precision,
     RunConfig,
     StateDtype,
@@ -110,6 +111,16 @@ def test_a_limit_is_kept_to_the_row(captured: Captured):
     cfg = replace(captured.cfg, draft=DraftSection(fit_rows=101))
     pairs = first_guesses(cfg, draft, captured.source)
     assert sum(len(features) for features, _ in pairs) == 101
+
+
+@torch.no_grad()
+def test_states_that_are_not_finite_are_one_sentence(captured: Captured):
+    draft = captured.build().draft
+    cfg = replace(captured.cfg, draft=DraftSection(fit_rows=ALL))
+    pairs = list(first_guesses(cfg, draft, captured.source))
+    pairs[1][1][0, 0] = float("nan")
+    with pytest.raises(JobError, match=r"draft\.fit_rows: states .* not finite; capture them anew"):
+        regress(draft, iter(pairs))
 
 
 @torch.no_grad()
