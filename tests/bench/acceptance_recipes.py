@@ -23,7 +23,7 @@ class Recipe:
 
 
 FIRST, BASE = "first", "base"
-# The demo's recipe before this bench, and the one that it found; what a variant says besides wins.
+# The demo's recipe, and the one that this bench found; what a variant says besides wins.
 BEFORE = [
     "ttt.depth=5",
     "draft.fit_rows=null",
