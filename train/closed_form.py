@@ -9,8 +9,8 @@ of a token start alike there, so that a row looks at its own key first, and at t
 token. The final norm scales to what the map predicts. All that is left starts as it did, and
 everything is trained from there.
 
-A few hundred steps of AdamW come to about this map (docs/acceptance.md). For a moment the fit holds
-two matrices of 8 bytes * ((A+1)*D)^2: 0.1 GB for the demo, 4 GB for an 8B, 17 GB for a 70B.
+docs/acceptance.md says what it is worth. For a moment the fit holds two matrices of 8 bytes *
+((A+1)*D)^2: 0.1 GB for the demo, 4 GB for an 8B, 17 GB for a 70B.
 """
 
 from collections.abc import Iterator

@@ -64,7 +64,7 @@ trap 'stopped=1; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null' TERM
 # stop (the time limit is near), the job saves and ends, and is queued again: the same command goes
 # on from the checkpoint. A job that fails by itself is not queued again.
 run() {
-  local status
+  local status late
   say "$*"
   srun --ntasks-per-node=1 --kill-on-bad-exit=1 "$@" &
   step=$!
@@ -73,6 +73,9 @@ run() {
     wait "$step" || status=$?
     kill -0 "$step" 2>/dev/null || break # the signal ended the wait, not the step
   done
+  late=0 # where the step ended between the two, its own status is still to be had
+  wait "$step" 2>/dev/null || late=$?
+  [ "$late" -eq 127 ] || status=$late
   if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then
     say "asked to stop; queued again, to go on from the last checkpoint"
     scontrol requeue "$SLURM_JOB_ID"
