@@ -150,7 +150,7 @@ install_eyrie() {
   # and downloads no second one, as long as no operators are asked for.
   export DS_BUILD_OPS=0
   step "Installing Eyrie and what it needs (launch/constraints.txt)" \
-    pip_install "$1" "$pins" -e "$ROOT[dev]"
+    pip_install "$1" "$pins" -e "$ROOT[dev,sweep]"
 }
 
 # setup: .venv holds what pyproject.toml and launch/constraints.txt say, and leads the path.
