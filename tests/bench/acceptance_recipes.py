@@ -23,7 +23,7 @@ class Recipe:
 
 
 FIRST, BASE = "first", "base"
-# The demo's recipe, and the one that this bench found; what a variant says besides wins.
+# The first demo's recipe, and the one that this bench found; what a variant says besides wins.
 BEFORE = [
     "ttt.depth=5",
     "draft.fit_rows=null",

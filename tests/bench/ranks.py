@@ -35,6 +35,7 @@ JOB = [
     f"log.every={EVERY}",
     "log.valid_every=1000",
     "log.save_every=1000",
+    "draft.fit_rows=null",
 ]
 
 

@@ -9,7 +9,7 @@ from conf.schema import MOST_LAYERS, ConfigError, LayerInit, RunConfig
 
 
 def load(*words: str) -> RunConfig:
-    return load_config(["stages=[train]", *words])
+    return load_config(["stages=[train]", "draft.fit_rows=null", *words])
 
 
 @pytest.mark.parametrize("layers", [1, 2, MOST_LAYERS])

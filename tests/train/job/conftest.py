@@ -23,6 +23,7 @@ class Place:
     SAVE_EVERY: ClassVar[int] = 8
     SETTINGS: ClassVar[list[str]] = f"""
         data=jsonl data.max_length=96 data.valid_share=0.2 draft.vocab_size=64 ttt.depth=2
+        draft.fit_rows=null draft.head_init=verifier
         verifier.aux_layers=null verifier.dtype=float32 engine.threads=1
         capture.min_agreement=0
         optim.packs_per_step=2 optim.micro_batch_tokens=192 optim.flops=1e12 optim.max_steps={STEPS}

@@ -17,6 +17,10 @@ WORDS = [
     "optim.lr=1e-4",
     "engine.threads=1",
     "log.every=1",
+    "ttt.depth=5",  # the recipe of that time
+    "draft.fit_rows=null",
+    "draft.head_init=verifier",
+    "draft.norm_output=false",
 ]
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "demo.json"
