@@ -163,7 +163,7 @@ class PreviewSection:
 
 @dataclass
 class TTTSection:
-    depth: int = 7  # unroll steps K; train at least as deep as you will draft
+    depth: int = 7  # unroll steps K: as deep as you will draft, or less with draft.norm_output
     decay: float = 0.8  # weight of step k is decay**k
     weights: StepWeights = StepWeights.decay  # what step k of a chain weighs
     supervise: Supervise = Supervise.span

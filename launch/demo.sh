@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole job on the demo's verifier and prompts: environment, answers, states, training,
-# measurement, export. Arguments are overrides: bash launch/demo.sh run.name=mine ttt.depth=3
+# measurement, export. Arguments are overrides: bash launch/demo.sh run.name=mine ttt.depth=5
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

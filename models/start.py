@@ -177,7 +177,18 @@ def new_eagle3(
 
 @torch.no_grad()
 def take_weights(draft: Eagle3Draft, source: Eagle3Draft, head_init: HeadInit) -> None:
+    if head_init is HeadInit.frozen and rows_differ(draft, source):
+        note_once(
+            "draft.init: that head has rows of its own, which are not taken, for "
+            "draft.head_init=frozen reads with the verifier's; draft.head_init=verifier trains them on"
+        )
     for name, parameter in draft.named_parameters():
         rows = name.startswith("lm_head.") and head_init is HeadInit.frozen
         if not rows and not name.startswith("embed_tokens."):
             parameter.copy_(source.get_parameter(name))
+
+
+def rows_differ(draft: Eagle3Draft, source: Eagle3Draft) -> bool:
+    """Beyond what storing them in bfloat16 rounds."""
+    ours, theirs = draft.lm_head.weight, source.lm_head.weight.to(draft.lm_head.weight)
+    return not torch.allclose(ours, theirs, rtol=2**-7, atol=1e-6)

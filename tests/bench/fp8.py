@@ -146,7 +146,7 @@ def bars_of(gaps: list[Difference], tokens: int) -> list[Bar]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
-    parser.add_argument("--steps", type=int, default=2016, help="the demo's epochs have 288 each")
+    parser.add_argument("--steps", type=int, default=2016, help="optimizer steps of each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep caches and runs here")
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -2,8 +2,8 @@
 
     python tests/bench/ranks.py --cache DIR [--rounds 3] [--json FILE] [OVERRIDES]
 
-The demo's job, from a cache that is there (run.cache of a finished demo), with two packs of 2,048
-tokens a step: one rank takes both, of two ranks each takes one, so both train the same curve.
+The first demo's job, from a cache that is there (run.cache of a finished demo), with two packs of
+2,048 tokens a step: one rank takes both, of two ranks each takes one, so both train the same curve.
 Tokens a second are those of the job's own metrics, the middle one of its lines; the first, in which
 memory is taken, is left out. The ratio is the median over rounds.
 """
@@ -35,7 +35,10 @@ JOB = [
     f"log.every={EVERY}",
     "log.valid_every=1000",
     "log.save_every=1000",
+    "ttt.depth=5",
     "draft.fit_rows=null",
+    "draft.head_init=verifier",
+    "draft.norm_output=false",
 ]
 
 

@@ -152,7 +152,7 @@ def test_a_string_is_a_list_of_one():
 
 
 def test_saved_configuration_reads_back_equal(tmp_path: Path):
-    cfg = load_config([STAGES, "ttt.depth=3", "data.template_kwargs={enable_thinking: false}"])
+    cfg = load_config([STAGES, "ttt.depth=4", "data.template_kwargs={enable_thinking: false}"])
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     assert load_saved(tmp_path / "config.yaml") == cfg
 

@@ -25,7 +25,7 @@ from conf.schema import DraftSection
 from models.export.layout import WEIGHTS
 
 QUICK = 3  # combinations in the normal suite: both formats and both draft classes are among them
-DEMO = DraftSection(vocab_size=1024, fc_norm=True)  # the demo's switches
+DEMO = DraftSection(vocab_size=1024, fc_norm=True, norm_output=True)  # the demo's switches
 PROMPTS = [
     "Write a short Python function that adds two numbers.",
     "Answer with JSON only: a red bicycle with the keys name, color and price.",

@@ -11,6 +11,7 @@ from models.export.check import check
 
 WORDS = (
     "draft=eagle1",
+    "draft.head_init=frozen",
     "draft.vocab_size=full",  # the place's settings are an EAGLE-3 head's
     "ttt.depth=1",
     "verifier.aux_layers=[-1]",

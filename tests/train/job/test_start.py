@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conf.runtime import RankInfo
+from conf.runtime import RankInfo, note_once
 from conf.schema import (
     CaptureSection,
     ConfigError,
@@ -161,11 +161,17 @@ def test_a_step_moves_the_heads_weights_and_not_new_ones(job: Job):
     )
 
 
-def test_frozen_rows_are_the_verifiers_of_the_heads_tokens(job: Job):
+def test_frozen_rows_are_the_verifiers_of_the_heads_tokens(
+    job: Job, capfd: pytest.CaptureFixture[str]
+):
+    note_once.cache_clear()
     draft = job.build(job.started(job.folder / "best", head_init=HeadInit.frozen)).draft
     assert torch.equal(draft.lm_head.weight, job.ends.head[80:128])
     assert not draft.lm_head.weight.requires_grad
     assert torch.equal(draft.fc.weight, job.head.fc.weight)
+    assert "draft.head_init=verifier trains them on" in "".join(capfd.readouterr())
+    job.build(job.started(job.folder / "best"))  # its rows are taken: nothing to say
+    assert "rows of its own" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
