@@ -180,7 +180,8 @@ def take_weights(draft: Eagle3Draft, source: Eagle3Draft, head_init: HeadInit) -
     if head_init is HeadInit.frozen and rows_differ(draft, source):
         note_once(
             "draft.init: that head has rows of its own, which are not taken, for "
-            "draft.head_init=frozen reads with the verifier's; draft.head_init=verifier trains them on"
+            "draft.head_init=frozen reads with the verifier's; draft.head_init=verifier trains "
+            "them on"
         )
     for name, parameter in draft.named_parameters():
         rows = name.startswith("lm_head.") and head_init is HeadInit.frozen
