@@ -77,8 +77,8 @@ def alone(config: pytest.Config) -> bool:
 
 
 def marks_any(path: Path) -> bool:
-    """A test file, or a folder with one, that marks a check."""
-    files = path.rglob("test_*.py") if path.is_dir() else [path]
+    """A test file, or a folder with one, that marks a check; other files may hold any bytes."""
+    files = path.rglob("test_*.py") if path.is_dir() else [path] if path.match("test_*.py") else []
     return any(MARK in file.read_text() for file in files)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from gpu_list import LIMIT, MARK, NO_GPU, ORDER, GpuList
+from gpu_list import LIMIT, MARK, NO_GPU, ORDER, GpuList, marks_any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,6 +116,13 @@ def test_a_full_run_has_no_clock_and_imports_every_file(tmp_path: Path):
     pytest.main(words, [GpuList(True, 10, watch), watch])
     assert next(name for name, _ in watch.seen) == "test_other"
     assert [outcome for _, outcome in watch.seen].count("skipped") == 0
+
+
+def test_only_test_files_are_read(tmp_path: Path):
+    (tmp_path / "others.bin").write_bytes(b"\xa4")
+    (tmp_path / "test_one.py").write_text(f"@{MARK}'unroll', seconds=1)\n")
+    assert not marks_any(tmp_path / "others.bin")
+    assert marks_any(tmp_path / "test_one.py") and marks_any(tmp_path)
 
 
 def test_the_list_is_collected_where_little_is_installed():
