@@ -1,4 +1,4 @@
-"""Training from a cache in eight bits, and from one that was damaged and mended."""
+"""Training from a cache in eight bits, from one that was damaged and mended, and from a store."""
 
 import shutil
 from pathlib import Path
@@ -39,3 +39,18 @@ def test_a_damaged_shard_is_renewed_alone_and_the_training_is_the_same(place, fi
         assert path.read_bytes() == whole
         assert (path.stat().st_ino == inode) == (path != damaged)
     place.assert_same_training("eight", "mended")
+
+
+def test_a_machine_without_the_states_trains_from_the_store(place, first: Path):
+    """Captured on one machine, whose disk is then gone; trained on another."""
+    store = f"capture.store=file://{place.folder / 'store'}"
+    place.finish(place.words("sender", *STAGES, store, cache="sender"))
+    shutil.rmtree(place.folder / "sender")
+    out, _ = place.finish(place.words("taker", *STAGES, store, cache="taker"))
+    assert "capture: already in" in out
+    (folder,) = (place.folder / "taker").glob("capture-*")
+    (kept,) = (place.folder / "store").glob("**/shards")
+    fetched = {path.name for path in (folder / "shards").iterdir() if not path.is_symlink()}
+    assert fetched <= {path.name for path in kept.iterdir()} and fetched
+    for run in ("sender", "taker"):
+        place.assert_same_training("eight", run)
