@@ -77,9 +77,11 @@ def alone(config: pytest.Config) -> bool:
 
 
 def marks_any(path: Path) -> bool:
-    """A test file, or a folder with one, that marks a check; other files may hold any bytes."""
+    """A test file, or a folder with one, that marks a check; environments (.venv) are passed by."""
+    if path.name.startswith("."):
+        return False
     files = path.rglob("test_*.py") if path.is_dir() else [path] if path.match("test_*.py") else []
-    return any(MARK in file.read_text() for file in files)
+    return any(MARK in file.read_text(errors="replace") for file in files)
 
 
 def place_of(item: pytest.Item) -> int:
